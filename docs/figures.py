@@ -158,7 +158,7 @@ def recall() -> bytes:
         "252 of 512 tokens kept by the learned score": ["512: 252 kept by the learned score"],
         "SnapKV of kvpress, English only": ["512: SnapKV of kvpress, which sees the question"],
     }
-    figure, panels = new_figure("Hidden numbers found over the size of the cache", "", 1, 2, (WIDTH, 4.0), sharey=True)
+    figure, panels = new_figure("Hidden numbers found over the size of the cache", "", 1, 2, (WIDTH, 3.3), sharey=True)
     for axes, column, length in zip(panels.flat, (1, 3), ("2,048", "8,192"), strict=True):
         for number, (way, names) in enumerate(ways.items()):
             points = []
@@ -175,7 +175,7 @@ def recall() -> bytes:
         set_log_scale(axes.xaxis, [10, 200])
         axes.set(xlabel="cache, MiB", xlim=(9, 250), ylim=(0, 103))
         set_panel_title(axes, f"SmolLM2-135M, texts of {length} tokens")
-    panels[0, 0].set_ylabel("found, %, with 95 % intervals")
+    panels[0, 0].set_ylabel("found, % (95 %)")
     label_lines(panels[0, 0])
     return png(figure)
 
@@ -247,10 +247,35 @@ def families() -> str:
     return markdown_table(["", "`model_type`"], rows, 0)
 
 
+def estimates() -> str:
+    """Cache of one text by the length of it, from sizes that the models' configurations have."""
+    import torch
+    from transformers import AutoConfig
+
+    from hf_infini import estimate
+    from support.markdown import markdown_table
+
+    sizes = {  # layers, heads, heads of keys and values, width of a head
+        "SmolLM2-135M": ("llama", 30, 9, 3, 64),
+        "Llama-3.1-8B": ("llama", 32, 32, 8, 128),
+        "Qwen3-8B": ("qwen3", 36, 32, 8, 128),
+        "Gemma-3-4B: most layers have windows of 1,024": ("gemma3_text", 34, 8, 4, 256),
+    }
+    options = dict(segment_length=128, local_segments=1, sink_tokens=4, kept_tokens=764)
+    rows = []
+    for name, (kind, layers, heads, groups, width) in sizes.items():
+        shape = dict(num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=groups, head_dim=width)
+        window = {"sliding_window": 1024} if kind.startswith("gemma") else {}
+        config = AutoConfig.for_model(kind, hidden_size=heads * width, dtype=torch.bfloat16, **shape, **window)
+        found = [estimate(config, tokens, **options) for tokens in (8192, 131072, 1048576)]
+        rows.append([name, *(f"{size / 2**20:,.0f}" for size in (*(each.plain for each in found), found[-1].infini))])
+    return markdown_table(["MiB in bfloat16", "all of 8,192 tokens", "131,072", "1,048,576", "with 1,024 a head"], rows, 1)
+
+
 # --- the hook ---------------------------------------------------------------------------------------------------------
 
 FIGURES = {"reach": reach, "growth": growth, "memory": memory}
-TABLES = {"options_cost": options_cost, "segments_cost": segments_cost, "families": families}
+TABLES = {"options_cost": options_cost, "segments_cost": segments_cost, "families": families, "estimates": estimates}
 
 
 @functools.cache
