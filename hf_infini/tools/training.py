@@ -14,7 +14,7 @@ from ..compat.cache_name import CACHE
 from ..layers.memory_layer import gates_of
 from ..ops.checks import check_kinds
 from .metrics import stream_losses, summarize
-from .parallel.shards import check_shards, shard_rows
+from .parallel import check_shards, shard_rows
 
 ROWS_OF_THE_HEAD = 256  # logits of few places are made of a multiple of so many
 
