@@ -25,8 +25,8 @@ A layer gathers kv_heads · (d² + d) float32 numbers from each rank, with a del
 keys and values, however long the text. All goes through one collective, [`AllToAll`]. What its backward sums are the
 gradients of all ranks that have read a rank's part: the gradient is exact.
 
-Which token is where is found once for all layers of a call: masks and positions of all shards are gathered, and each
-rank lays out what comes before its shard as one call would.
+Which token is where is found once for all layers of a call: every rank is given the whole rows, and lays out what comes
+before its shard as one call would.
 
 Shapes: `R` ranks, `B` rows, `T` tokens of a shard, `P` places of a window, `K` key/value heads, `D` head dimension, `E`
 value dimension.
@@ -47,8 +47,9 @@ from transformers import PreTrainedConfig
 
 from ..cache.cache import InfiniCache, PendingStates
 from ..compat.cache_name import CACHE
+from ..models.base import memory_mask_of
 from ..ops.attention import GROUP_ELEMENTS
-from ..ops.checks import bool_mask, check_kinds, check_shapes
+from ..ops.checks import bool_mask, check_kinds
 from ..ops.convolution import short_convolution
 from ..ops.kept import Kept, KeptInGrid, choose, first_scores, shares, with_sinks_before
 from ..ops.layout.base import GridLayout, pad
@@ -91,20 +92,14 @@ def shard_rows(
         ValueError: the rows cannot be cut into one shard for each rank at segment borders, do not go on from `past`, or some
             layers of the model have no memory; on every rank.
     """
-    rank, size = distributed.get_rank(group), distributed.get_world_size(group)
     shapes = {name: list(part.shape) for name, part in batch.items()}
     text: Any = batch.get("input_ids", batch.get("inputs_embeds"))
     if text is None or any(shape[:2] != list(text.shape[:2]) for shape in shapes.values()):
         raise ValueError(f"the batch must have input_ids or inputs_embeds, and all parts [rows, tokens, …]; got {shapes}.")
-    check_shards(config, text.shape[1], size)
-    real = bool_mask("attention_mask", batch.get("attention_mask"), True)
-    parts = dict(batch)
+    cache, parts = ShardCache(config, batch, group, past), dict(batch)
     if "labels" in batch:
         parts["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    shards = {name: part.chunk(size, 1)[rank].contiguous() for name, part in parts.items()}
-    cache = ShardCache(config, group, past)
-    cache.rows = hashlib.sha256(text.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
-    cache.note_text(batch.get("input_ids"), real, text.shape[0], text.shape[1], text.device)
+    shards = {name: part.chunk(cache.size, 1)[cache.rank].contiguous() for name, part in parts.items()}
     return shards | {CACHE: cache, "use_cache": False}
 
 
@@ -169,25 +164,42 @@ class ShardCache(InfiniCache):
     [`shard_rows`]. Only [`ShardCache.whole`] can be continued.
 
     Args:
-        config, group, past: as in [`shard_rows`].
+        config, batch, group, past: as in [`shard_rows`].
 
     Raises:
-        ValueError: layers of the model have no memory. In a call: the ranks' models, versions, rows or shards do not fit
-            together (on every rank).
+        ValueError: as [`shard_rows`]. In a call: the ranks' models, versions, rows or shards do not fit together (on every
+            rank).
     """
 
-    @check_kinds
+    goes_on: Tensor  # `[R, B]` bool, whether a row's document goes on through the whole of each rank's shard
+    recent_route: "Route"  # of the convolution's inputs
+    reached: Tensor  # the sum of no numbers of the last exchange in a layer: see `_exchanged`
+
     def __init__(
-        self, config: PreTrainedConfig, group: distributed.ProcessGroup | None = None, past: InfiniCache | None = None
+        self,
+        config: PreTrainedConfig,
+        batch: Mapping[str, Tensor],
+        group: distributed.ProcessGroup | None,
+        past: InfiniCache | None,
     ):
-        check_shards(config)
+        self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
+        ids = batch.get("input_ids")
+        text: Any = batch.get("inputs_embeds") if ids is None else ids
+        check_shards(config, text.shape[1], self.size)
         super().__init__(config)
-        self.group, self.past = group, InfiniCache(config) if past is None else past
-        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
-        self.text = dict(self.past.text)
-        self.rows: str | None = None  # a hash of the whole rows
-        self.tokens = 0  # of a shard, from the call on
+        self.past = InfiniCache(config) if past is None else past
         self.before = None if self.rank else self.past.state  # what the layout of the call continues
+        for layer, known in zip(list[Any](self.layers), list[Any](self.past.layers), strict=True):
+            layer.state = known.state
+        self.shape = (text.shape[0], text.shape[1] // self.size)  # of a shard
+        self.masks = {name: bool_mask(name, batch.get(name), True) for name in ("attention_mask", "memory_mask")}
+        self.masks["memory_mask"] = memory_mask_of(config, ids, self.masks["memory_mask"])
+        self.masks["position_ids"] = batch.get("position_ids")
+        self.text = dict(self.past.text)
+        self.note_text(ids, self.masks["attention_mask"], *text.shape[:2], text.device)
+        numbers = text.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        self.rows = hashlib.sha256(numbers).hexdigest()
+        self.window_route: Any = None  # a [`Route`] from the call on
 
     def whole(self) -> InfiniCache:
         """What one process has after the whole rows, on every rank; all of them call this, after a call of the model without
@@ -202,15 +214,12 @@ class ShardCache(InfiniCache):
         contiguous: Any = {"copy": True, "memory_format": torch.contiguous_format}
         states = [[layer.state.map(lambda tensor: tensor.detach().to("cpu", **contiguous)) for layer in own_layers]]
         distributed.broadcast_object_list(states, group=self.group, group_src=self.size - 1)
-        for layer, own, state in zip(cache.layers, own_layers, states[0], strict=True):
+        for layer, own, state in zip(list[Any](cache.layers), own_layers, states[0], strict=True):
             state = state.map(lambda tensor, like=own.state.memory: tensor.to(like.device))
             start = {name: getattr(own.state, name) for name in ("start_memory", "start_normaliser")}
-            layer.advance(replace(state, **start), self.past.get_seq_length() + self.size * self.tokens)
+            layer.advance(replace(state, **start), self.past.get_seq_length() + self.size * self.shape[1])
         cache.text = dict(self.text)
         return cache
-
-    def pending_states(self) -> "ShardStates":
-        return ShardStates(self)
 
     @property
     def state(self) -> InfiniState | None:
@@ -218,12 +227,56 @@ class ShardCache(InfiniCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the rows before this shard."""
-        return self.past.get_seq_length() + self.rank * self.tokens
+        return self.past.get_seq_length() + self.rank * self.shape[1]
+
+    def pending_states(self) -> PendingStates:
+        states = super().pending_states()
+        states.exchange = self
+        return states
 
     def advance(self, states: PendingStates, input_ids: Tensor | None, layout, tokens: int) -> None:
         """Keeps for `whole` what the call has left."""
         if not torch.is_grad_enabled():
             self.advance_layers(states, tokens)
+
+    # --- what [`PendingStates.exchange`] does for the layers ---------------------------------------------------------------
+
+    def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> InfiniState | None:
+        """The state that the layout of a call of `[batch, tokens]` continues; `masks` as [`segment_layout`] takes them."""
+        if self.window_route is not None:
+            raise ValueError("a ShardCache is for one call: make one for each, as shard_rows does.")
+        if torch.compiler.is_compiling():
+            raise ValueError("the ranks' exchange cannot be compiled: call the model without torch.compile.")
+        self.check_agreement(batch, tokens, device, masks)
+        if (batch, tokens) != self.shape or tokens < 2:
+            raise ValueError(
+                f"a shard must be [rows, tokens] = {list(self.shape)}, as shard_rows has made it, and have 2 tokens at "
+                f"least; got {[batch, tokens]}."
+            )
+        past, columns, real = self.past.state, self.rank * tokens, self.masks["attention_mask"]
+        self.goes_on = torch.ones(self.size, batch, dtype=torch.bool, device=device)
+        if (position_ids := self.masks["position_ids"]) is not None:
+            self.goes_on = ~restarts(position_ids, real, past).unflatten(1, (self.size, tokens)).any(2).T
+
+        # Rank 0 has all that it needs
+        places, taps, layout = places_of(*self.window), self._config.memory_conv, None
+        wanted, old_places = torch.arange(places, device=device).expand(batch, -1), places
+        if self.rank:
+            cut: dict[str, Any] = {name: None if mask is None else mask[:, :columns] for name, mask in self.masks.items()}
+            layout = segment_layout(batch, columns, *self.window, **cut, state=past, device=device)
+            wanted, old_places = layout.window, layout.carried_to
+            nothing = torch.zeros(batch, 1, 0, 1, device=device)
+            before = InfiniState.initial(nothing, nothing, *self.window) if past is None else past
+            # All that has left the window counts as in the memory: the layers know what of it is kept
+            self.before = replace(before.after(layout), memory_tokens=layout.left[:, -1], kept_position=None)
+        self.window_route = Route.of(wanted, old_places, tokens, self.group)
+        if taps > 1:  # what the next state would take of each input is found by giving it the inputs' numbers
+            numbers = torch.arange(taps - 1 + columns, dtype=torch.float64, device=device).expand(batch, -1).unsqueeze(2)
+            recent, inputs = numbers.split([taps - 1, columns], 1)
+            if layout is not None:
+                recent = short_convolution(inputs + 1, inputs.new_zeros(taps, 1), layout, recent + 1)[1] - 1
+            self.recent_route = Route.of(recent[..., 0].long(), taps - 1, tokens, self.group)
+        return self.before
 
     def check_agreement(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
         """ValueError on every rank unless all call the same model on shards of the same shape."""
@@ -241,76 +294,9 @@ class ShardCache(InfiniCache):
         if different:
             raise ValueError(f"the ranks that share a row differ, listed by rank: {different}. Start all with the same.")
 
-
-class ShardStates(PendingStates):
-    """The states that the layers of one call continue, and their [`PendingStates.exchange`].
-
-    Attributes:
-        goes_on: `[R, B]` bool, whether a row's document goes on through the whole of each rank's shard.
-        window, recent: the [`Route`] of the windows and of the convolution's inputs.
-        reached: the sum of no numbers of the last exchange in a layer: see `_exchanged`.
-    """
-
-    goes_on: Tensor
-    window: "Route"
-    recent: "Route"
-    reached: Tensor
-
-    def __init__(self, cache: ShardCache):
-        super().__init__(cache.past)
-        self.cache, self.exchange = cache, self
-
-    def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> InfiniState | None:
-        """The state that the layout of a call of `[batch, tokens]` continues; `masks` as [`segment_layout`] takes them."""
-        cache = self.cache
-        if cache.tokens:
-            raise ValueError("a ShardCache is for one call: make one for each, as shard_rows does.")
-        if torch.compiler.is_compiling():
-            raise ValueError("the ranks' exchange cannot be compiled: call the model without torch.compile.")
-        check_shapes(batch, tokens, *(masks[name] for name in ("attention_mask", "memory_mask", "position_ids")))
-        cache.check_agreement(batch, tokens, device, masks)
-        length = cache.window[0]
-        if tokens < 2 or tokens % length:
-            raise ValueError(
-                f"a shard must be whole segments of {length} tokens, and 2 tokens at least; these are {tokens}. shard_rows "
-                "cuts rows so."
-            )
-        cache.tokens = tokens
-        self.columns = cache.get_seq_length()
-        whole: dict[str, Any] = {}
-        for name, mask in masks.items():
-            if mask is not None:
-                own: Any = mask.long() if name == "position_ids" else bool_mask(name, mask, True)
-                whole[name] = gather(own.expand(batch, tokens), cache.group).transpose(0, 1).flatten(1)
-        past, columns = cache.past.state, cache.rank * tokens
-        self.goes_on = torch.ones(cache.size, batch, dtype=torch.bool, device=device)
-        if "position_ids" in whole:
-            begins = restarts(whole["position_ids"], whole.get("attention_mask"), past)
-            self.goes_on = ~begins.unflatten(1, (cache.size, tokens)).any(2).T
-
-        # Rank 0 has all that it needs
-        places, taps, layout = places_of(*cache.window), cache._config.memory_conv, None
-        wanted, old_places = torch.arange(places, device=device).expand(batch, -1), places
-        if cache.rank:
-            cut: dict[str, Any] = {name: mask[:, :columns] for name, mask in whole.items()}
-            layout = segment_layout(batch, columns, *cache.window, **cut, state=past, device=device)
-            wanted, old_places = layout.window, layout.carried_to
-            nothing = torch.zeros(batch, 1, 0, 1, device=device)
-            before = InfiniState.initial(nothing, nothing, *cache.window) if past is None else past
-            # All that has left the window counts as in the memory: the layers know what of it is kept
-            cache.before = replace(before.after(layout), memory_tokens=layout.left[:, -1], kept_position=None)
-        self.window = Route.of(wanted, old_places, tokens, cache.group)
-        if taps > 1:  # what the next state would take of each input is found by giving it the inputs' numbers
-            numbers = torch.arange(taps - 1 + columns, dtype=torch.float64, device=device).expand(batch, -1).unsqueeze(2)
-            recent, inputs = numbers.split([taps - 1, columns], 1)
-            if layout is not None:
-                recent = short_convolution(inputs + 1, inputs.new_zeros(taps, 1), layout, recent + 1)[1] - 1
-            self.recent = Route.of(recent[..., 0].long(), taps - 1, tokens, cache.group)
-        return cache.before
-
     def received_inputs(self, inputs: Tensor, recent: Tensor) -> Tensor:
         """What a short convolution needs of the tokens before these `inputs`; `recent`: what the layer's state has."""
-        return self.recent.fetch(inputs, recent, self.cache.group) if recent.shape[1] else recent
+        return self.recent_route.fetch(inputs, recent, self.group) if recent.shape[1] else recent
 
     def received(
         self, state: InfiniState, tokens: Projections, layout: GridLayout, rule: MemoryRule, softmax: ScoreOptions
@@ -318,17 +304,17 @@ class ShardStates(PendingStates):
         """The state that these tokens of a layer continue, and the tokens, with the scores that decide which are kept;
         `state`: the one that the layer knows of."""
         self.reached = tokens.key.new_zeros(())
-        if self.cache.before is not None:
+        if self.before is not None:
             names = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")
-            state = replace(state, **{name: getattr(self.cache.before, name) for name in names})
-        if self.cache.rank and state.local_score is not None and state.kept_position is not None:  # those of the past
+            state = replace(state, **{name: getattr(self.before, name) for name in names})
+        if self.rank and state.local_score is not None and state.kept_position is not None:  # those of the past
             score, position = torch.zeros_like(state.local_score), torch.full_like(state.kept_position, -1)
             state = replace(state, local_score=score, kept_position=position)
 
         def fetch(window: Tensor, new: Tensor | None) -> Tensor:
             if new is None:  # scores come later
                 return window
-            return self._exchanged(self.window.fetch, new.transpose(1, 2), window.transpose(1, 2)).transpose(1, 2)
+            return self._exchanged(self.window_route.fetch, new.transpose(1, 2), window.transpose(1, 2)).transpose(1, 2)
 
         state = state.map_windows(fetch, tokens._replace(score=None))
         if layout.kept_tokens:
@@ -352,8 +338,8 @@ class ShardStates(PendingStates):
         in the same order, also where nothing depends on what it has received. So each exchange depends on the one before,
         and the layer's memory on the last: by a sum of no numbers, which is 0."""
         if not own.requires_grad:
-            return exchange(own, *others, self.cache.group)
-        found = exchange(own + self.reached, *others, self.cache.group)
+            return exchange(own, *others, self.group)
+        found = exchange(own + self.reached, *others, self.group)
         self.reached = found.flatten()[:0].sum()
         return found
 
@@ -362,19 +348,19 @@ class ShardStates(PendingStates):
         self, tokens: Projections, state: InfiniState, layout: GridLayout, rule: MemoryRule, softmax: ScoreOptions
     ) -> tuple[Projections, InfiniState]:
         """The tokens, and the state's window, with what they have received from the queries of all ranks up to this one."""
-        cache, tokens = self.cache, tokens._replace(score=first_scores(rule.keep_score, tokens.key, tokens.score))
+        tokens = tokens._replace(score=first_scores(rule.keep_score, tokens.key, tokens.score))
         keeping = KeptInGrid(tokens, layout, rule, state)
         if keeping.sees:
             see_all(keeping, tokens, state, layout, softmax)
         tokens, state = keeping.scored(tokens, state)
         score: Any = state.local_score
-        if cache.rank:
+        if self.rank:
             before = torch.empty_like(score, memory_format=torch.contiguous_format)
-            distributed.recv(before, group=cache.group, group_src=cache.rank - 1)
+            distributed.recv(before, group=self.group, group_src=self.rank - 1)
             score = score + before
-        if cache.rank + 1 < cache.size:
+        if self.rank + 1 < self.size:
             window = layout.next_window(tokens.score, score).contiguous()
-            distributed.send(window, group=cache.group, group_dst=cache.rank + 1)
+            distributed.send(window, group=self.group, group_dst=self.rank + 1)
         return tokens, replace(state, local_score=score)
 
     def _kept(self, before: Kept, own: Kept, rule: MemoryRule) -> Kept:
@@ -386,7 +372,7 @@ class ShardStates(PendingStates):
         there, places = found.position[:, :, :, 0, 0] >= 0, shares(rule.keep_score, own.position.shape[1])
         kept_rows, *_ = choose(before, found.score, there, places, (document[:, 1:], document))
         rows = before.map(lambda old, new: torch.cat([old, new.flatten(1, 2)], 1), found)
-        return rows.taken(kept_rows[:, self.cache.rank])
+        return rows.taken(kept_rows[:, self.rank])
 
     def _memory(
         self, state: InfiniState, leaving: Sequence[Any], layout: GridLayout, rule: MemoryRule
@@ -411,14 +397,14 @@ class ShardStates(PendingStates):
         written = features, F.pad(value, (0, height)), log_rates
         start = F.pad(start[0], (0, height)), start[1]
         _, (own, _) = rule.states(written, F.pad(eye, (width, 0)), normaliser, start, continues)
-        for part in self._exchanged(gather, own)[: self.cache.rank]:
+        for part in self._exchanged(gather, own)[: self.rank]:
             memory = part[..., width:] @ memory + part[..., :width]
         return memory, normaliser
 
     def _chained(self, first: Tensor, own: Tensor) -> Tensor:
         """x_r of x_{j+1} = goes_on_j x_j + own_j, from `first` on, `[B, …]`."""
         x = first
-        for part, goes_on in zip(self._exchanged(gather, own)[: self.cache.rank], self.goes_on, strict=False):
+        for part, goes_on in zip(self._exchanged(gather, own)[: self.rank], self.goes_on, strict=False):
             x = x * goes_on.view(-1, *(1,) * (x.dim() - 1)) + part
         return x
 

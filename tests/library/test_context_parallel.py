@@ -11,7 +11,7 @@ from torch import distributed
 
 from decoders import decoder
 from hf_infini import InfiniCache, patch_model
-from hf_infini.tools.parallel import ShardCache, read_rows, shard_rows
+from hf_infini.tools.parallel import read_rows, shard_rows
 from models import causal_mha, infini_gpt2
 from ranks import on_ranks
 
@@ -221,7 +221,7 @@ def refusals() -> list[str]:
         lambda: model(**shard_rows(batch | ({"attention_mask": batch["input_ids"] >= 0} if rank else {}), model.config)),
         lambda: model(**shard_rows({"input_ids": batch["input_ids"].roll(rank, 1)}, model.config)),
         lambda: other(**shard_rows(batch, other.config)),
-        lambda: model(input_ids=batch["input_ids"][:, :12], past_key_values=ShardCache(model.config)),
+        lambda: model(**(shard_rows(batch, model.config) | {"input_ids": batch["input_ids"][:, :12]})),
     ]
     found = []
     for call in calls:
@@ -243,7 +243,7 @@ def test_what_cannot_be_right_is_refused_on_every_rank():
         "{'attention_mask': [False, True, True]}",
         "the ranks that share a row differ, listed by rank: {'sha256 of whole rows': ['",
         "{'update_rule': ['linear', 'delta', 'gated_delta'], 'sink_tokens': [0, 1, 2]}",
-        "a shard must be whole segments of 8 tokens, and 2 tokens at least; these are 12",
+        "a shard must be [rows, tokens] = [2, 16], as shard_rows has made it, and have 2 tokens at least; got [2, 12]",
     ]
     for found in every:
         assert not isinstance(found, Exception), found
