@@ -21,7 +21,6 @@ from transformers.masking_utils import sdpa_mask
 from ...compat.execution_device import device_of
 from ...layers.memory_layer import in_evaluation
 from ...models.scratch.attention import CausalMultiHeadAttention
-from ...models.scratch.modeling import CausalMHAModel
 from ...models.structure import attention_layers, decoder_of
 from ...ops.attention import BACKENDS
 from ...ops.backends import Attended, AttentionCall, Backend, forced_backend
@@ -59,31 +58,24 @@ def inspect_attention(
     Raises:
         ValueError: a model of another kind, no such layer, a text without a tokenizer, or padded rows.
     """
-    base, attentions = _attention_modules(model)
-    wanted = list(range(len(attentions))) if layers is None else sorted(set(layers))
-    if not set(wanted) <= set(range(len(attentions))):
-        raise ValueError(f"layers must be numbers from 0 to {len(attentions) - 1}; got {wanted}.")
+    base = decoder_of(model)
+    scratch = base.config.attention if base.config.model_type == "causal_mha" else None
+    attentions = [] if scratch == "none" else attention_layers(base)
+    every = range(base.config.num_hidden_layers)
+    wanted = list(every) if layers is None else sorted(set(layers))
+    if not set(wanted) <= set(every):
+        raise ValueError(f"layers must be numbers from 0 to {every[-1]}; got {wanted}.")
     given = _model_inputs(inputs, tokenizer)
     given = {name: tensor.to(device_of(base.get_input_embeddings())) for name, tensor in given.items()}
-    watched = {number: attention for number in wanted if (attention := attentions[number]) is not None}
+    watched = {number: attention for number, attention in enumerate(attentions) if number in wanted}
     caught, kinds, found = _caught_parts(base, watched, given), layer_kinds(base.config), {}
     for number in wanted:
         parts = caught.get(number, {})
         kind = "infini" if "gate" in parts else "global" if kinds[number] == "full_attention" else "local"
-        kind = base.config.attention if isinstance(base, CausalMHAModel) else kind
-        found[number] = LayerInspection(number, kind, parts)
+        found[number] = LayerInspection(number, scratch or kind, parts)
     ids = given["input_ids"].cpu()
     texts = [token_texts(tokenizer, row) for row in ids.tolist()]
     return Inspection(ids, texts, found, Path(base.config.name_or_path or type(base).__name__).name)
-
-
-def _attention_modules(model) -> tuple[PreTrainedModel, list[nn.Module | None]]:
-    """The stack of blocks inside the model, without its head, and the attention of each; `None` for a block without."""
-    base = next((module for module in model.modules() if isinstance(module, CausalMHAModel)), None)
-    if base is not None:
-        return base, [getattr(block, "attn", None) for block in base.h]
-    base = decoder_of(model)
-    return base, [*attention_layers(base)]
 
 
 def _model_inputs(inputs, tokenizer) -> dict[str, Tensor]:
