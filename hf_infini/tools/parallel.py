@@ -189,6 +189,7 @@ class ShardCache(InfiniCache):
         super().__init__(config)
         self.past = InfiniCache(config) if past is None else past
         self.before = None if self.rank else self.past.state  # what the layout of the call continues
+        self.layout_before: Any = None  # of all columns before this shard, from the call on
         for layer, known in zip(list[Any](self.layers), list[Any](self.past.layers), strict=True):
             layer.state = known.state
         self.shape = (text.shape[0], text.shape[1] // self.size)  # of a shard
@@ -210,14 +211,12 @@ class ShardCache(InfiniCache):
         """
         if not self.is_initialized:
             raise ValueError("nothing is known of the whole rows: call the model under torch.no_grad() with it first.")
-        cache, own_layers = InfiniCache(self._config), list[Any](self.layers)
-        contiguous: Any = {"copy": True, "memory_format": torch.contiguous_format}
-        states = [[layer.state.map(lambda tensor: tensor.detach().to("cpu", **contiguous)) for layer in own_layers]]
-        distributed.broadcast_object_list(states, group=self.group, group_src=self.size - 1)
-        for layer, own, state in zip(list[Any](cache.layers), own_layers, states[0], strict=True):
-            state = state.map(lambda tensor, like=own.state.memory: tensor.to(like.device))
-            start = {name: getattr(own.state, name) for name in ("start_memory", "start_normaliser")}
-            layer.advance(replace(state, **start), self.past.get_seq_length() + self.size * self.shape[1])
+        cache, columns = InfiniCache(self._config), self.past.get_seq_length() + self.size * self.shape[1]
+        own, layers = ([*found.layers] for found in (self, cache))
+        last = [[layer.state.map(lambda part: part.detach().cpu().clone()) for layer in own]]
+        distributed.broadcast_object_list(last, group=self.group, group_src=self.size - 1)
+        for layer, state, before in zip(layers, last[0], own, strict=True):
+            layer.advance(state.map(lambda part, like=before.state.memory: part.to(like.device)), columns)
         cache.text = dict(self.text)
         return cache
 
@@ -259,22 +258,23 @@ class ShardCache(InfiniCache):
             self.goes_on = ~restarts(position_ids, real, past).unflatten(1, (self.size, tokens)).any(2).T
 
         # Rank 0 has all that it needs
-        places, taps, layout = places_of(*self.window), self._config.memory_conv, None
+        places, taps = places_of(*self.window), self._config.memory_conv
         wanted, old_places = torch.arange(places, device=device).expand(batch, -1), places
         if self.rank:
             cut: dict[str, Any] = {name: None if mask is None else mask[:, :columns] for name, mask in self.masks.items()}
-            layout = segment_layout(batch, columns, *self.window, **cut, state=past, device=device)
+            layout: Any = segment_layout(batch, columns, *self.window, **cut, state=past, device=device)
             wanted, old_places = layout.window, layout.carried_to
             nothing = torch.zeros(batch, 1, 0, 1, device=device)
             before = InfiniState.initial(nothing, nothing, *self.window) if past is None else past
-            # All that has left the window counts as in the memory: the layers know what of it is kept
+            self.layout_before = layout
+            # To the next layout, all that has left the window is in the memory
             self.before = replace(before.after(layout), memory_tokens=layout.left[:, -1], kept_position=None)
         self.window_route = Route.of(wanted, old_places, tokens, self.group)
         if taps > 1:  # what the next state would take of each input is found by giving it the inputs' numbers
             numbers = torch.arange(taps - 1 + columns, dtype=torch.float64, device=device).expand(batch, -1).unsqueeze(2)
             recent, inputs = numbers.split([taps - 1, columns], 1)
-            if layout is not None:
-                recent = short_convolution(inputs + 1, inputs.new_zeros(taps, 1), layout, recent + 1)[1] - 1
+            if self.rank:
+                recent = short_convolution(inputs + 1, inputs.new_zeros(taps, 1), self.layout_before, recent + 1)[1] - 1
             self.recent_route = Route.of(recent[..., 0].long(), taps - 1, tokens, self.group)
         return self.before
 
@@ -304,12 +304,7 @@ class ShardCache(InfiniCache):
         """The state that these tokens of a layer continue, and the tokens, with the scores that decide which are kept;
         `state`: the one that the layer knows of."""
         self.reached = tokens.key.new_zeros(())
-        if self.before is not None:
-            names = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")
-            state = replace(state, **{name: getattr(self.before, name) for name in names})
-        if self.rank and state.local_score is not None and state.kept_position is not None:  # those of the past
-            score, position = torch.zeros_like(state.local_score), torch.full_like(state.kept_position, -1)
-            state = replace(state, local_score=score, kept_position=position)
+        state = state if self.layout_before is None else state.after(self.layout_before)
 
         def fetch(window: Tensor, new: Tensor | None) -> Tensor:
             if new is None:  # scores come later
@@ -349,6 +344,9 @@ class ShardCache(InfiniCache):
     ) -> tuple[Projections, InfiniState]:
         """The tokens, and the state's window, with what they have received from the queries of all ranks up to this one."""
         tokens = tokens._replace(score=first_scores(rule.keep_score, tokens.key, tokens.score))
+        if self.rank:  # instead of those of the past
+            score, position = state.local_score, state.kept_position
+            state = replace(state, local_score=torch.zeros_like(score), kept_position=torch.full_like(position, -1))
         keeping = KeptInGrid(tokens, layout, rule, state)
         if keeping.sees:
             see_all(keeping, tokens, state, layout, softmax)

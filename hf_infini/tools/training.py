@@ -51,12 +51,13 @@ def parameter_groups(
 @check_kinds
 def gate_values(model: torch.nn.Module) -> dict[str, list[float]]:
     """sigmoid(gate) of each head, by layer: the share of the memory in that head's output; empty without gates."""
-    gates = gates_of(model).items()
-    logits = {[part for part in name.split(".") if part.isdigit()][-1]: gate().detach() for name, gate in gates}
-    for layer, shard in logits.items():
-        if isinstance(shard, DTensor):
-            logits[layer] = shard.full_tensor()  # from all processes, which all come here
-    return {layer: [round(value, 5) for value in torch.sigmoid(gate.float()).tolist()] for layer, gate in logits.items()}
+    found = {}
+    for name, gate in gates_of(model).items():
+        logits = gate().detach()
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits  # from all processes, which all come here
+        layer = [part for part in name.split(".") if part.isdigit()][-1]
+        found[layer] = [round(value, 5) for value in torch.sigmoid(logits.float()).tolist()]
+    return found
 
 
 class PerplexityTrainer(Trainer):
@@ -135,16 +136,16 @@ class PerplexityTrainer(Trainer):
             inputs = shard_rows(inputs, self.model.config, self.rows_mesh.get_group("cp"))
             # The Trainer has counted the labels of a row on every process that shares it
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch / self.context_parallel_size)
-        past = None
+        ids, labels, past = inputs["input_ids"], inputs["labels"][:, 1:], None
         if self.past_of is not None:
-            past = self.past_of(model, len(inputs["input_ids"]), inputs["input_ids"].device)
-        context = {"use_cache": False} if past is None else {"use_cache": True, CACHE: past}
-        learned = inputs["labels"][:, 1:] != -100
+            past = self.past_of(model, len(ids), ids.device)
+        inputs = inputs | ({"use_cache": False} if past is None else {"use_cache": True, CACHE: past})
+        learned = labels != -100
         one_process = model is self.model and not self.is_sharded  # a distributed wrapper must see the whole call
         plain = self.label_smoother is None and self.compute_loss_func is None  # others want all logits
         if return_outputs or not (plain and one_process) or bool(learned.float().mean() > 0.5):
-            return super().compute_loss(model, inputs | context, return_outputs, num_items_in_batch)
-        targets = inputs["labels"][:, 1:][learned]
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        targets = labels[learned]
         # In half precision torch keeps what it has prepared for every number of rows that a product ever had on a CPU:
         # gigabytes after some hundred steps, unless there are few such numbers
         spare = -len(targets) % ROWS_OF_THE_HEAD
@@ -153,12 +154,9 @@ class PerplexityTrainer(Trainer):
         def keep_learned(module, args, output):
             output.last_hidden_state = F.pad(output.last_hidden_state[:, :-1][learned], (0, 0, 0, spare)).unsqueeze(0)
 
-        hook = model.get_decoder().register_forward_hook(keep_learned)
-        try:  # the model's own head, scale and loss
-            given = inputs | context | {"labels": targets, "shift_labels": targets}
-            return super().compute_loss(model, given, False, num_items_in_batch)
-        finally:
-            hook.remove()
+        with model.get_decoder().register_forward_hook(keep_learned):  # the model's own head, scale and loss
+            inputs |= {"labels": targets, "shift_labels": targets}
+            return super().compute_loss(model, inputs, False, num_items_in_batch)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Keeps each row's loss and number of tokens, in the precision of training; what `compute_metrics` wants of a batch,

@@ -7,6 +7,7 @@ one where a layer with a memory looks for its backend.
 Shapes: `B` batch, `H` heads, `K` key/value heads, `T` tokens, `S` segments, `C` slots of one, `D` head dimension.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -123,18 +124,15 @@ def _caught_parts(
 
     AttentionInterface.register(INTERFACE, attention)
     AttentionMaskInterface.register(INTERFACE, sdpa_mask)
-    before, base.config._attn_implementation = base.config._attn_implementation, INTERFACE
-    hooks = [module.register_forward_hook(end, with_kwargs=True) for module in layers.values()]
-    for number, module in layers.items():
-        hooks.append(module.register_forward_pre_hook(lambda module, args, number=number: running.append(number)))
-    try:
+    with contextlib.ExitStack() as stack:
+        for number, module in layers.items():
+            stack.enter_context(module.register_forward_pre_hook(lambda *_, number=number: running.append(number)))
+            stack.enter_context(module.register_forward_hook(end, with_kwargs=True))
+        stack.callback(setattr, base.config, "_attn_implementation", base.config._attn_implementation)
+        base.config._attn_implementation = INTERFACE
         with in_evaluation(base), forced_backend(Backend("inspection", lambda call: (True, "the parts are kept"), run)):
             base(**given, use_cache=False)
-        return found
-    finally:
-        base.config._attn_implementation = before
-        for hook in hooks:
-            hook.remove()
+    return found
 
 
 def softmax_parts(
