@@ -8,6 +8,7 @@ the few that are looked at from far away decide the fit.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -45,7 +46,6 @@ def fit_keep_score(
     """
     check_number("distance", distance, {"at_least": 1})
     check_number("ridge", ridge, {"at_least": 0})
-    config = decoder_of(model).config
     layers = {name: layer for name, layer in memory_layers(model).items() if hasattr(layer, "keep_weight")}
     if not layers:
         raise ValueError(
@@ -53,7 +53,7 @@ def fit_keep_score(
             'or "learned".'
         )
     rows = [torch.as_tensor(row).flatten() for row in rows]
-    shortest = distance + config.sink_tokens + 1
+    shortest = distance + decoder_of(model).config.sink_tokens + 1
     if not rows or (short := min(map(len, rows))) <= shortest:
         given = f"one of {short:,}" if rows else "none"
         raise ValueError(
@@ -65,7 +65,7 @@ def fit_keep_score(
     # Of each layer the sums of products of all tokens' [input, 1, targets]
     sums = {name: torch.zeros([sum(layer.keep_weight.shape) + 1] * 2).double() for name, layer in layers.items()}
     device = layers[next(iter(layers))].keep_weight.device
-    with _whole_rows_in_one_segment(model, max(map(len, rows))), _observed(layers, sums, config.sink_tokens, distance):
+    with _observed(model, layers, sums, max(map(len, rows)), distance):
         for row in tqdm(rows, desc="fitting the score", unit="row", disable=not progress):
             model(input_ids=row[None].to(device), use_cache=False, logits_to_keep=1)
     for name, layer in layers.items():
@@ -73,44 +73,36 @@ def fit_keep_score(
 
 
 @contextlib.contextmanager
-def _whole_rows_in_one_segment(model, tokens: int) -> Iterator[None]:
-    """Within it, the softmax of a patched model sees all of a row, as that of the plain model does."""
+def _observed(
+    model, layers: dict[str, MemoryLayerMixin], sums: dict[str, Tensor], longest: int, distance: int
+) -> Iterator[None]:
+    """Within it, the softmax of a patched model sees all of a row, of at most so many tokens, as that of the plain model
+    does; and every call of the layers adds its tokens to the sums."""
     config = decoder_of(model).config
     before = {name: getattr(config, name) for name in ("segment_length", "n_segments") if hasattr(config, name)}
-    try:
-        vars(config).update(dict.fromkeys(before), segment_length=tokens)
-        with in_evaluation(model):
-            yield
-    finally:
-        vars(config).update(before)
-
-
-@contextlib.contextmanager
-def _observed(layers: dict[str, MemoryLayerMixin], sums: dict[str, Tensor], sinks: int, distance: int) -> Iterator[None]:
-    """Within it, every call of the layers adds its tokens to the sums."""
     running: list[tuple[str, Tensor]] = []  # the layer's name, and the input of its projections
 
-    def observe(name: str, layer: MemoryLayerMixin):
-        def learned_score(hidden_states: Tensor) -> Tensor | None:
-            running[:] = [(name, hidden_states)]
-            return type(layer).learned_score(layer, hidden_states)
-
-        return learned_score
+    def learned_score(name: str, layer: MemoryLayerMixin, hidden_states: Tensor) -> Tensor | None:
+        running[:] = [(name, hidden_states)]
+        return type(layer).learned_score(layer, hidden_states)
 
     def run(call: AttentionCall) -> Attended:
         name, inputs = running.pop()
-        counted = slice(sinks, inputs.shape[1] - distance)  # the others are seen by no query that counts, or are sinks
+        # The others are sinks, or seen by no query that counts
+        counted = slice(config.sink_tokens, inputs.shape[1] - distance)
         inputs, targets = inputs[0, counted].cpu(), largest_attention(call, distance)[0, :, counted].T.cpu()
         together = torch.cat([inputs, inputs.new_ones(len(inputs), 1), targets], 1).double()
         sums[name] += together.T @ together
         return BACKENDS[-1].run(call)
 
     try:
+        vars(config).update(dict.fromkeys(before), segment_length=longest)
         for name, layer in layers.items():
-            layer.learned_score = observe(name, layer)
-        with forced_backend(Backend("fit", lambda call: (True, "the score is fitted"), run)):
+            layer.learned_score = functools.partial(learned_score, name, layer)
+        with in_evaluation(model), forced_backend(Backend("fit", lambda call: (True, "the score is fitted"), run)):
             yield
     finally:
+        vars(config).update(before)
         for layer in layers.values():
             vars(layer).pop("learned_score", None)
 
@@ -124,8 +116,8 @@ def largest_attention(call: AttentionCall, distance: int) -> Tensor:
     """
     places, softmax = call.layout.query_places, call.softmax
     query, key = softmax.compared_queries(call.tokens.query, places), softmax.compared_keys(call.tokens.key, places)
-    visible = torch.ones(2 * key.shape[2:3], dtype=torch.bool, device=key.device).tril()
-    found = []
+    tokens, found = key.shape[2], []
+    visible = torch.ones(tokens, tokens, dtype=torch.bool, device=key.device).tril()
     for queries, keys in zip(query.unflatten(1, (key.shape[1], -1)).unbind(1), key.unbind(1), strict=True):  # a group
         scores = masked_scores(queries, keys[:, None], visible, softmax)
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))

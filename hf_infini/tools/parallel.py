@@ -185,19 +185,20 @@ class ShardCache(InfiniCache):
         self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
         ids = batch.get("input_ids")
         text: Any = batch.get("inputs_embeds") if ids is None else ids
-        check_shards(config, text.shape[1], self.size)
+        rows, columns = text.shape[:2]
+        check_shards(config, columns, self.size)
         super().__init__(config)
         self.past = InfiniCache(config) if past is None else past
         self.before = None if self.rank else self.past.state  # what the layout of the call continues
         self.layout_before: Any = None  # of all columns before this shard, from the call on
         for layer, known in zip(list[Any](self.layers), list[Any](self.past.layers), strict=True):
             layer.state = known.state
-        self.shape = (text.shape[0], text.shape[1] // self.size)  # of a shard
+        self.shape = (rows, columns // self.size)  # of a shard
         self.masks = {name: bool_mask(name, batch.get(name), True) for name in ("attention_mask", "memory_mask")}
         self.masks["memory_mask"] = memory_mask_of(config, ids, self.masks["memory_mask"])
         self.masks["position_ids"] = batch.get("position_ids")
         self.text = dict(self.past.text)
-        self.note_text(ids, self.masks["attention_mask"], *text.shape[:2], text.device)
+        self.note_text(ids, self.masks["attention_mask"], rows, columns, text.device)
         numbers = text.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         self.rows = hashlib.sha256(numbers).hexdigest()
         self.window_route: Any = None  # a [`Route`] from the call on
@@ -212,10 +213,11 @@ class ShardCache(InfiniCache):
         if not self.is_initialized:
             raise ValueError("nothing is known of the whole rows: call the model under torch.no_grad() with it first.")
         cache, columns = InfiniCache(self._config), self.past.get_seq_length() + self.size * self.shape[1]
-        own, layers = ([*found.layers] for found in (self, cache))
-        last = [[layer.state.map(lambda part: part.detach().cpu().clone()) for layer in own]]
+        own: Any = self.layers
+        last: Any = [[layer.state.map(lambda part: part.detach().cpu().clone()) for layer in own]]
         distributed.broadcast_object_list(last, group=self.group, group_src=self.size - 1)
-        for layer, state, before in zip(layers, last[0], own, strict=True):
+        layers: Any = zip(cache.layers, last[0], own, strict=True)
+        for layer, state, before in layers:
             layer.advance(state.map(lambda part, like=before.state.memory: part.to(like.device)), columns)
         cache.text = dict(self.text)
         return cache
@@ -344,21 +346,22 @@ class ShardCache(InfiniCache):
     ) -> tuple[Projections, InfiniState]:
         """The tokens, and the state's window, with what they have received from the queries of all ranks up to this one."""
         tokens = tokens._replace(score=first_scores(rule.keep_score, tokens.key, tokens.score))
-        if self.rank:  # instead of those of the past
-            score, position = state.local_score, state.kept_position
-            state = replace(state, local_score=torch.zeros_like(score), kept_position=torch.full_like(position, -1))
+        known: Any = (state.local_score, state.kept_position)
+        if self.rank:  # it has none of the past
+            score, position = torch.zeros_like(known[0]), torch.full_like(known[1], -1)
+            state = replace(state, local_score=score, kept_position=position)
         keeping = KeptInGrid(tokens, layout, rule, state)
         if keeping.sees:
             see_all(keeping, tokens, state, layout, softmax)
         tokens, state = keeping.scored(tokens, state)
-        score: Any = state.local_score
+        found: Any = (tokens.score, state.local_score)
+        new, score = found
         if self.rank:
             before = torch.empty_like(score, memory_format=torch.contiguous_format)
             distributed.recv(before, group=self.group, group_src=self.rank - 1)
             score = score + before
         if self.rank + 1 < self.size:
-            window = layout.next_window(tokens.score, score).contiguous()
-            distributed.send(window, group=self.group, group_dst=self.rank + 1)
+            distributed.send(layout.next_window(new, score).contiguous(), group=self.group, group_dst=self.rank + 1)
         return tokens, replace(state, local_score=score)
 
     def _kept(self, before: Kept, own: Kept, rule: MemoryRule) -> Kept:
@@ -440,8 +443,8 @@ class Route(NamedTuple):
         rows = torch.arange(batch, device=wanted.device).unsqueeze(1) * places + wanted
         index = torch.where(wanted < 0, batch * places + len(received), rows).flatten()
         index[received] = batch * places + torch.arange(len(received), device=index.device)
-        counts = ((numbers + 1).bincount(minlength=len(owner) + 1)[1:].tolist() for numbers in (reader, own))
-        return cls(sent, *counts, index.view(batch, places))
+        sent_counts, received_counts = (ranks.bincount(minlength=len(owner)).tolist() for ranks in (reader, own[received]))
+        return cls(sent, sent_counts, received_counts, index.view(batch, places))
 
     def fetch(self, new: Tensor, old: Tensor, group) -> Tensor:
         """`[B, places, …]` of the new `[B, T, …]` of all ranks, and of what this one has of before the call, `[B, places,
