@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -136,9 +135,8 @@ class PerplexityTrainer(Trainer):
             inputs = shard_rows(inputs, self.model.config, self.rows_mesh.get_group("cp"))
             # The Trainer has counted the labels of a row on every process that shares it
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch / self.context_parallel_size)
-        ids, labels, past = inputs["input_ids"], inputs["labels"][:, 1:], None
-        if self.past_of is not None:
-            past = self.past_of(model, len(ids), ids.device)
+        labels = inputs["labels"][:, 1:]
+        past = None if self.past_of is None else self.past_of(model, len(labels), labels.device)
         inputs = inputs | ({"use_cache": False} if past is None else {"use_cache": True, CACHE: past})
         learned = labels != -100
         one_process = model is self.model and not self.is_sharded  # a distributed wrapper must see the whole call
@@ -159,24 +157,23 @@ class PerplexityTrainer(Trainer):
             return super().compute_loss(model, inputs, False, num_items_in_batch)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """Keeps each row's loss and number of tokens, in the precision of training; what `compute_metrics` wants of a batch,
-        the Trainer then computes."""
+        """Adds up losses and tokens, in the precision of training; what `compute_metrics` wants of a batch, the Trainer then
+        computes."""
         inputs = self._prepare_inputs(inputs)
         text = inputs.get("input_ids", inputs.get("inputs_embeds"))
         chunk = None if self.rows_mesh is None else -(-text.shape[1] // self.context_parallel_size)
-        sums = text.new_zeros(len(text), 2, dtype=torch.float64)
+        sums = text.new_zeros(len(text), 2, dtype=torch.float64)  # of each row's losses and tokens
         with self.accelerator.autocast():
             for _, losses, targets in stream_losses(model, chunk=chunk, **inputs):
                 sums += torch.stack([losses.sum(1, dtype=torch.float64), (targets != -100).sum(1)], 1)
-        self.sums_of_rows.append(self.gather_function(sums))  # without the rows that fill up the last batch
+        self.evaluated += self.gather_function(sums).sum(0).cpu()  # without the rows that fill up the last batch
         return (None,) * 3 if prediction_loss_only else super().prediction_step(model, inputs, False, ignore_keys)
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
-        self.sums_of_rows: list[Tensor] = []
+        self.evaluated = torch.zeros(2, dtype=torch.float64)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        rows = [row for part in self.sums_of_rows for row in part.tolist()]
-        total = summarize((loss for loss, _ in rows), (tokens for _, tokens in rows))
-        found = {**total, "loss": total["cross_entropy"]}
+        found: dict[str, float] = summarize(*self.evaluated.unsqueeze(1).tolist())
+        found["loss"] = found["cross_entropy"]
         if self.args.report_to:  # otherwise they are only in metrics.jsonl and not printed
             for layer, heads in gate_values(self.model).items():
                 found |= {f"gates/layer_{layer}_head_{head}": value for head, value in enumerate(heads)}
