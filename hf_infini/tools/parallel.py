@@ -36,7 +36,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -172,16 +172,11 @@ class ShardCache(InfiniCache):
     """
 
     goes_on: Tensor  # `[R, B]` bool, whether a row's document goes on through the whole of each rank's shard
-    recent_route: "Route"  # of the convolution's inputs
+    fetch_window: Any = None  # a [`route`] for the windows, from the call on
+    fetch_recent: Any = None  # and for the convolution's inputs
     reached: Tensor  # the sum of no numbers of the last exchange in a layer: see `_exchanged`
 
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        batch: Mapping[str, Tensor],
-        group: distributed.ProcessGroup | None,
-        past: InfiniCache | None,
-    ):
+    def __init__(self, config: PreTrainedConfig, batch: Mapping[str, Tensor], group, past: InfiniCache | None):
         self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
         ids = batch.get("input_ids")
         text: Any = batch.get("inputs_embeds") if ids is None else ids
@@ -201,7 +196,6 @@ class ShardCache(InfiniCache):
         self.note_text(ids, self.masks["attention_mask"], rows, columns, text.device)
         numbers = text.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         self.rows = hashlib.sha256(numbers).hexdigest()
-        self.window_route: Any = None  # a [`Route`] from the call on
 
     def whole(self) -> InfiniCache:
         """What one process has after the whole rows, on every rank; all of them call this, after a call of the model without
@@ -244,7 +238,7 @@ class ShardCache(InfiniCache):
 
     def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> InfiniState | None:
         """The state that the layout of a call of `[batch, tokens]` continues; `masks` as [`segment_layout`] takes them."""
-        if self.window_route is not None:
+        if self.fetch_window is not None:
             raise ValueError("a ShardCache is for one call: make one for each, as shard_rows does.")
         if torch.compiler.is_compiling():
             raise ValueError("the ranks' exchange cannot be compiled: call the model without torch.compile.")
@@ -271,13 +265,13 @@ class ShardCache(InfiniCache):
             self.layout_before = layout
             # To the next layout, all that has left the window is in the memory
             self.before = replace(before.after(layout), memory_tokens=layout.left[:, -1], kept_position=None)
-        self.window_route = Route.of(wanted, old_places, tokens, self.group)
+        self.fetch_window = route(wanted, old_places, tokens, self.group)
         if taps > 1:  # what the next state would take of each input is found by giving it the inputs' numbers
             numbers = torch.arange(taps - 1 + columns, dtype=torch.float64, device=device).expand(batch, -1).unsqueeze(2)
             recent, inputs = numbers.split([taps - 1, columns], 1)
             if self.rank:
                 recent = short_convolution(inputs + 1, inputs.new_zeros(taps, 1), self.layout_before, recent + 1)[1] - 1
-            self.recent_route = Route.of(recent[..., 0].long(), taps - 1, tokens, self.group)
+            self.fetch_recent = route(recent[..., 0].long(), taps - 1, tokens, self.group)
         return self.before
 
     def check_agreement(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
@@ -298,7 +292,7 @@ class ShardCache(InfiniCache):
 
     def received_inputs(self, inputs: Tensor, recent: Tensor) -> Tensor:
         """What a short convolution needs of the tokens before these `inputs`; `recent`: what the layer's state has."""
-        return self.recent_route.fetch(inputs, recent, self.group) if recent.shape[1] else recent
+        return recent if self.fetch_recent is None else self.fetch_recent(inputs, recent)
 
     def received(
         self, state: InfiniState, tokens: Projections, layout: GridLayout, rule: MemoryRule, softmax: ScoreOptions
@@ -311,7 +305,7 @@ class ShardCache(InfiniCache):
         def fetch(window: Tensor, new: Tensor | None) -> Tensor:
             if new is None:  # scores come later
                 return window
-            return self._exchanged(self.window_route.fetch, new.transpose(1, 2), window.transpose(1, 2)).transpose(1, 2)
+            return self._exchanged(self.fetch_window, new.transpose(1, 2), window.transpose(1, 2)).transpose(1, 2)
 
         state = state.map_windows(fetch, tokens._replace(score=None))
         if layout.kept_tokens:
@@ -330,13 +324,13 @@ class ShardCache(InfiniCache):
             memory, normaliser = self._memory(state, (*leaving, taken_in), layout, rule)
             return replace(state, memory=memory + self.reached, normaliser=normaliser), tokens
 
-    def _exchanged(self, exchange: Callable[..., Tensor], own: Tensor, *others: Tensor) -> Tensor:
+    def _exchanged(self, exchange: Callable[..., Tensor], own: Tensor, *others: Any) -> Tensor:
         """What an exchange gives for this rank's own part. A gradient is a collective, too, to which every rank must come,
         in the same order, also where nothing depends on what it has received. So each exchange depends on the one before,
         and the layer's memory on the last: by a sum of no numbers, which is 0."""
         if not own.requires_grad:
-            return exchange(own, *others, self.group)
-        found = exchange(own + self.reached, *others, self.group)
+            return exchange(own, *others)
+        found = exchange(own + self.reached, *others)
         self.reached = found.flatten()[:0].sum()
         return found
 
@@ -367,7 +361,7 @@ class ShardCache(InfiniCache):
     def _kept(self, before: Kept, own: Kept, rule: MemoryRule) -> Kept:
         """What the ranks before this one keep: the best of all are among the best of each, which all ranks gather; `before`:
         what the first rank keeps before its tokens; `own`: what this rank keeps of its own."""
-        found = own.map(lambda part: self._exchanged(gather, part).transpose(0, 1))  # [B, R, places, K, …]
+        found = own.map(lambda part: self._exchanged(gather, part, self.group).transpose(0, 1))  # [B, R, places, K, …]
         # A document goes on from rank to rank until another begins
         document = F.pad((~self.goes_on).T.cumsum(1), (1, 0))
         there, places = found.position[:, :, :, 0, 0] >= 0, shares(rule.keep_score, own.position.shape[1])
@@ -398,60 +392,48 @@ class ShardCache(InfiniCache):
         written = features, F.pad(value, (0, height)), log_rates
         start = F.pad(start[0], (0, height)), start[1]
         _, (own, _) = rule.states(written, F.pad(eye, (width, 0)), normaliser, start, continues)
-        for part in self._exchanged(gather, own)[: self.rank]:
+        for part in self._exchanged(gather, own, self.group)[: self.rank]:
             memory = part[..., width:] @ memory + part[..., :width]
         return memory, normaliser
 
     def _chained(self, first: Tensor, own: Tensor) -> Tensor:
         """x_r of x_{j+1} = goes_on_j x_j + own_j, from `first` on, `[B, …]`."""
         x = first
-        for part, goes_on in zip(self._exchanged(gather, own)[: self.rank], self.goes_on, strict=False):
+        parts = self._exchanged(gather, own, self.group)[: self.rank]
+        for part, goes_on in zip(parts, self.goes_on, strict=False):
             x = x * goes_on.view(-1, *(1,) * (x.dim() - 1)) + part
         return x
 
 
-class Route(NamedTuple):
-    """How the tokens that a rank wants come to it from the ranks that have them.
+def route(wanted: Tensor, old_places: int, tokens: int, group) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function that fetches what a rank wants from the ranks that have it: of what each has of its shard, `[B, T, …]`, and
+    of before the call, `[B, old places, …]`, it makes `[B, places, …]`; zero where nothing is wanted.
 
-    Attributes:
-        sent: `[tokens sent]`, which of the `B · T` tokens of this shard, by the rank that wants them; sent_counts: for each.
-        received_counts: how many come from each rank.
-        index: `[B, places]`, where to find what this rank wants: among what it has of before the call, then among what it
-            receives, and then there is a zero.
+    Args:
+        wanted: `[B, places]`, what this rank wants in each place: of its old places, so many, and then the columns of the
+            whole row, the number; −1 for nothing.
+        tokens: T.
     """
+    rank, (batch, places) = distributed.get_rank(group), wanted.shape
+    columns = gather(torch.where(wanted < old_places, -1, wanted - old_places), group)
+    owner = columns.div(tokens, rounding_mode="floor")  # −1 for none
+    reader, row, column = (owner == rank).nonzero(as_tuple=True)
+    sent = row * tokens + columns[reader, row, column] - rank * tokens  # of the B · T tokens, by who wants them
+    own = owner[rank].flatten()
+    received = own.argsort(stable=True)[int((own < 0).sum()) :]  # the places, by who has their tokens
+    counts = [ranks.bincount(minlength=len(owner)).tolist() for ranks in (reader, own[received])]
+    # Where to find what is wanted: among the old places, then what is received, and then there is a zero
+    begin = batch * places
+    index = torch.arange(batch, device=wanted.device).unsqueeze(1) * places + wanted
+    index = torch.where(wanted < 0, begin + len(received), index).flatten()
+    index[received] = begin + torch.arange(len(received), device=index.device)
 
-    sent: Tensor
-    sent_counts: list[int]
-    received_counts: list[int]
-    index: Tensor
+    def fetch(new: Tensor, old: Tensor) -> Tensor:
+        arrived = AllToAll.apply(new.flatten(0, 1)[sent], *counts, group)
+        rows = torch.cat([old.flatten(0, 1), arrived, arrived.new_zeros(1, *arrived.shape[1:])])
+        return rows.index_select(0, index).unflatten(0, wanted.shape)
 
-    @classmethod
-    def of(cls, wanted: Tensor, old: int, tokens: int, group) -> "Route":
-        """
-        Args:
-            wanted: `[B, places]`, what this rank wants in each place: of its `old` places of before the call and then the
-                columns of the whole row, the number; −1 for nothing.
-            tokens: T.
-        """
-        rank, (batch, places) = distributed.get_rank(group), wanted.shape
-        columns = gather(torch.where(wanted < old, -1, wanted - old), group)
-        owner = columns.div(tokens, rounding_mode="floor")  # −1 for none
-        reader, row, place = (owner == rank).nonzero(as_tuple=True)
-        sent = row * tokens + columns[reader, row, place] - rank * tokens
-        own = owner[rank].flatten()
-        received = own.argsort(stable=True)[int((own < 0).sum()) :]  # the places, by who has their tokens
-        rows = torch.arange(batch, device=wanted.device).unsqueeze(1) * places + wanted
-        index = torch.where(wanted < 0, batch * places + len(received), rows).flatten()
-        index[received] = batch * places + torch.arange(len(received), device=index.device)
-        sent_counts, received_counts = (ranks.bincount(minlength=len(owner)).tolist() for ranks in (reader, own[received]))
-        return cls(sent, sent_counts, received_counts, index.view(batch, places))
-
-    def fetch(self, new: Tensor, old: Tensor, group) -> Tensor:
-        """`[B, places, …]` of the new `[B, T, …]` of all ranks, and of what this one has of before the call, `[B, places,
-        …]`; zero where nothing is wanted."""
-        received = AllToAll.apply(new.flatten(0, 1)[self.sent], self.sent_counts, self.received_counts, group)
-        rows = torch.cat([old.flatten(0, 1), received, received.new_zeros(1, *received.shape[1:])])
-        return rows.index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
+    return fetch
 
 
 class AllToAll(Function):
