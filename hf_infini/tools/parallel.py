@@ -186,9 +186,10 @@ class ShardCache(InfiniCache):
         self.past = InfiniCache(config) if past is None else past
         self.before = None if self.rank else self.past.state  # what the layout of the call continues
         self.layout_before: Any = None  # of all columns before this shard, from the call on
-        for layer, known in zip(list[Any](self.layers), list[Any](self.past.layers), strict=True):
-            layer.state = known.state
         self.shape = (rows, columns // self.size)  # of a shard
+        layers: Any = zip(self.layers, self.past.layers, strict=True)
+        for layer, known in layers:
+            layer.state, layer.columns = known.state, known.columns + self.rank * self.shape[1]
         self.masks = {name: bool_mask(name, batch.get(name), True) for name in ("attention_mask", "memory_mask")}
         self.masks["memory_mask"] = memory_mask_of(config, ids, self.masks["memory_mask"])
         self.masks["position_ids"] = batch.get("position_ids")
@@ -219,10 +220,6 @@ class ShardCache(InfiniCache):
     @property
     def state(self) -> InfiniState | None:
         return self.before
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the rows before this shard."""
-        return self.past.get_seq_length() + self.rank * self.shape[1]
 
     def pending_states(self) -> PendingStates:
         states = super().pending_states()
