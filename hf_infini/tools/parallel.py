@@ -22,8 +22,8 @@ windows; from rank to rank goes what the window's tokens have received so far. T
 rank, and each knows what is kept before its shard, and what it evicts.
 
 A layer gathers kv_heads · (d² + d) float32 numbers from each rank, with a delta rule twice as many, and kv_heads · K kept
-keys and values, however long the text. All goes through one collective, [`AllToAll`]. What its backward sums are the
-gradients of all ranks that have read a rank's part: the gradient is exact.
+keys and values, however long the text. All but the scores goes through one collective, [`AllToAll`]. What its backward
+sums are the gradients of all ranks that have read a rank's part: the gradient is exact.
 
 Which token is where is found once for all layers of a call: every rank is given the whole rows, and lays out what comes
 before its shard as one call would.
