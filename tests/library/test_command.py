@@ -1,6 +1,7 @@
 """The command: documents in, answers out; the second start reads nothing. And what it is made of."""
 
 import re
+import shlex
 import string
 import sys
 import tomllib
@@ -244,6 +245,19 @@ def test_errors_are_one_line(words, message, folders, run):
     printed = run(*(names.get(word, word) for word in words), status=1)
     last = printed.err.splitlines()[-1]
     assert message in last and last.startswith("error: ") and printed.out == ""
+
+
+def test_every_command_of_the_page_runs(folders, run, tmp_path, monkeypatch):
+    """With a small model and text in the place of the page's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text(TEXT, encoding="utf-8")
+    page = (Path(hf_infini.__file__).parents[1] / "docs" / "ask.md").read_text("utf-8")
+    blocks = re.findall(r"```(?:bash|text)\n(.*?)```", page, re.DOTALL)
+    commands = [line.removeprefix("$ ") for line in "".join(blocks).replace("\\\n", "").splitlines() if "hf-infini " in line]
+    assert {line.split()[1] for line in commands} == {one.name or one.callback.__name__ for one in command.app.registered_commands} - {"demo"}
+    for line in commands:
+        words = ["PLAIN" if word.endswith("Instruct") else word for word in shlex.split(line)[1:]]
+        run(*(folders["plain"] if word == "PLAIN" else word for word in words), typed="Who?\n")
 
 
 def test_it_is_installed_with_the_package():
