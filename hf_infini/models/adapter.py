@@ -8,6 +8,7 @@ how to load it.
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ..compat.class_lookups import PREFIX
+from ..compat.unsaved_memory import UnsavedMemoryWarning
 from ..layers.memory_layer import PARAMETERS, gates_of, memory_layers
 from .base import InfiniPreTrainedMixin
 from .patching import patch_model
@@ -59,6 +61,8 @@ def lora_config(model, **options):
     class LoraConfigWithMemory(LoraConfig):
         """Is saved with the memory, where PEFT would find the plain model by the name that it saves."""
 
+        saves_memory = True
+
         def save_pretrained(self, save_directory, **kwargs):
             super().save_pretrained(save_directory, **kwargs)
             if memory is not None:
@@ -91,7 +95,9 @@ def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
     else:
         if [*model.peft_config] != ["default"]:
             raise ValueError(f"one adapter is saved, named 'default'; this model has {', '.join(model.peft_config)}.")
-        model.save_pretrained(folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnsavedMemoryWarning)  # it is saved below
+            model.save_pretrained(folder)
         lora = load((folder / LORA_WEIGHTS).read_bytes())
         lora = {name: tensor.to(dtype or tensor.dtype) for name, tensor in lora.items()}
         save_file(lora, folder / LORA_WEIGHTS, metadata={"format": "pt"})

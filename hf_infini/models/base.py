@@ -16,12 +16,14 @@ from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
 from ..compat.execution_device import device_of
 from ..compat.hub_code import HubCodeMixin, ModelBase
 from ..compat.swap_class import swap_class
+from ..compat.unsaved_memory import warn_when_saved
 from ..layers.memory_layer import (
+    PARAMETERS,
     TEST_TOKENS,
     InfiniAttentionMixin,
     KeywordlessLayerMixin,
-    LayerConfig,
     SharedInputs,
+    memory_layers,
 )
 from ..ops.checks import check_shapes
 from ..ops.layout.base import Layout
@@ -77,7 +79,7 @@ class InfiniPreTrainedMixin(SavedModelMixin):
         if not isinstance(base, InfiniModelMixin):
             swap_class(base, self.class_with_memory(type(base)))
         base.set_positions()
-        layers, config = decoder_layers(base), LayerConfig(base.config)
+        layers = decoder_layers(base)
         for layer, _ in layers if base.layers_drop_keywords else ():  # all: FSDP and others look for layers by one class
             if not isinstance(layer, KeywordlessLayerMixin):
                 swap_class(layer, self.class_with_memory(type(layer)))
@@ -85,7 +87,26 @@ class InfiniPreTrainedMixin(SavedModelMixin):
             attention: Any = layers[number][1]  # is made an InfiniAttentionMixin
             if not isinstance(attention, InfiniAttentionMixin):
                 swap_class(attention, self.class_with_memory(type(attention)))
-                attention.swap_in(config, base.rotary_tables(1), base.dtype)
+                attention.swap_in(base.config, base.rotary_tables(1), base.dtype)
+
+    def __setattr__(self, name: str, value) -> None:
+        """As usual. `peft_config` is what PEFT sets on a model that it has wrapped: its configurations."""
+        super().__setattr__(name, value)
+        if name == "peft_config":
+            for config in value.values():
+                warn_when_saved(config, self._unsaved_memory)
+
+    def _unsaved_memory(self) -> set[str]:
+        """The parameters of the memory that are in no file when PEFT has saved its own: it has copied none of them, and they
+        are trained, or the model's name is that of the plain one."""
+        found = set()
+        for layer_name, layer in memory_layers(self).items():
+            for name, parameter in layer.named_parameters():
+                own, copied = name.partition(".")[0], "modules_to_save" in f"{layer_name}.{name}"
+                copied |= "original_module" in f"{layer_name}.{name}"
+                if own in PARAMETERS and not copied and (parameter.requires_grad or hasattr(self, "_base_is_plain")):
+                    found.add(own)
+        return found
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
@@ -151,18 +172,15 @@ class InfiniModelMixin(ModelBase):
         ids, positions, use_cache = given.get("input_ids"), given.get("position_ids"), given.get("use_cache")
         tokens = tokens_of(ids, given.get("inputs_embeds"))
         masks = {"attention_mask": given.get("attention_mask"), "position_ids": positions, "memory_mask": memory_mask}
-        infini, cache, use_cache = begin_call(self, ids, tokens, given.get(CACHE), use_cache, **masks)
-        layout, states = infini.layout, infini.states
-        given["position_ids"] = self.own_positions(layout, positions, cache)
         tables = self.rotary_tables(self.config.places, device=tokens.device)
-        weights = given.get("output_attentions")
-        weights = self.config.output_attentions if weights is None else weights
-        infini = infini._replace(rotary=tables, return_weights=bool(weights) or self.config._attn_implementation == "eager")
-        mask = self._masks(layout, cache)
+        call = given.get(CACHE), use_cache, given.get("output_attentions")
+        infini, cache, use_cache = begin_call(self, ids, tokens, tables, *call, **masks)
+        given["position_ids"] = self.own_positions(infini.layout, positions, cache)
+        mask = self._masks(infini.layout, cache)
         given |= {"attention_mask": mask, CACHE: cache, "use_cache": use_cache, "infini": infini}
         output = super().forward(**given)
-        if cache is not None and states is not None:
-            cache.advance(states, ids, layout, tokens.shape[1])
+        if cache is not None and infini.cache is not None:
+            cache.advance(infini.cache, ids, tokens.shape[1])
             if use_cache and not isinstance(output, tuple):  # the own forward drops it in training with checkpoints
                 setattr(output, CACHE, cache)
         return output
@@ -239,12 +257,14 @@ def check_cache(given) -> None:
 
 
 def begin_call(
-    model, ids, given: Tensor, cache, use_cache: bool | None, **masks: Tensor | None
+    model, ids, given: Tensor, rotary: dict, cache, use_cache: bool | None, output_attentions: bool | None, **masks
 ) -> tuple[SharedInputs, InfiniCache | None, bool]:
     """What the layers of a model's call share; the call's cache; and whether it is among the outputs.
 
     Args:
         ids: of the tokens, or `None`; given: these, or the embeddings `[batch, tokens, width]`.
+        rotary: as in [`SharedInputs`].
+        use_cache, output_attentions: `None`: as the configuration says, but no cache in training.
         masks: as [`segment_layout`] takes them, but the attention mask may also cover the past.
 
     Raises:
@@ -263,11 +283,14 @@ def begin_call(
     check_shapes(batch, tokens, None, masks["memory_mask"], None)
     masks["memory_mask"] = memory_mask_of(model.config, ids, masks["memory_mask"])
     masks["attention_mask"] = mask_of_call(masks["attention_mask"], batch, tokens, cache)
-    state, states = (None, None) if cache is None else (cache.state, cache.pending_states())
-    if states is not None and states.exchange is not None:
-        state = states.exchange.begin(batch, tokens, given.device, masks)
+    exchange = None if cache is None else cache.exchange()
+    if exchange is not None:
+        exchange.begin(batch, tokens, given.device, masks)
+    state, of_call = (None, None) if cache is None else (cache.state, cache.for_call())
     layout = segment_layout(batch, tokens, *model.config.window, **masks, state=state, device=given.device)
-    return SharedInputs(layout, states, {}), cache, use_cache
+    weights = model.config.output_attentions if output_attentions is None else output_attentions
+    weights = bool(weights) or model.config._attn_implementation == "eager"
+    return SharedInputs(layout, of_call, rotary, weights, exchange), cache, use_cache
 
 
 def mask_of_call(attention_mask: Tensor | None, batch: int, tokens: int, cache: InfiniCache | None) -> Tensor | None:

@@ -43,8 +43,9 @@ import transformers
 from torch import Tensor, distributed
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
 
-from ...cache.cache import InfiniCache, PendingStates
+from ...cache.cache import InfiniCache, InfiniLayer
 from ...compat.cache_name import CACHE
 from ...ops.attention import GROUP_ELEMENTS
 from ...ops.checks import bool_mask, check_kinds, check_shapes
@@ -95,14 +96,14 @@ def shard_rows(
     if text is None or any(shape[:2] != list(text.shape[:2]) for shape in shapes.values()):
         raise ValueError(f"the batch must have input_ids or inputs_embeds, and all parts [rows, tokens, …]; got {shapes}.")
     check_shards(config, text.shape[1], size)
-    real = bool_mask("attention_mask", batch.get("attention_mask"), True)
+    bool_mask("attention_mask", batch.get("attention_mask"), True)  # or a ValueError
     parts = dict(batch)
     if "labels" in batch:
         parts["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     shards = {name: part.chunk(size, 1)[rank].contiguous() for name, part in parts.items()}
     cache = ShardCache(config, group, past)
     cache.rows = hashlib.sha256(text.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
-    cache.note_text(batch.get("input_ids"), real, text.shape[0], text.shape[1], text.device)
+    cache.note_text(batch.get("input_ids", text.new_full(text.shape[:2], -2, dtype=torch.long)))
     return shards | {CACHE: cache, "use_cache": False}
 
 
@@ -197,6 +198,7 @@ class ShardCache(InfiniCache):
             raise ValueError("nothing is known of the whole rows: call the model under torch.no_grad() with it first.")
         cache, last = InfiniCache(self._config), distributed.get_process_group_ranks(self.group)[-1]
         layers: Any = zip(cache.layers, self.layers, strict=True)
+        cache.text = dict(self.text)
         for layer, own in layers:
             state = own.state
             if self.shard.skips and state.local_skipped is None:  # as it may be on some of the ranks only
@@ -206,11 +208,14 @@ class ShardCache(InfiniCache):
                 if not name.startswith("start_"):  # of the model's weights, which all have
                     distributed.broadcast(tensor, last, self.group)
             layer.advance(state, self.past.get_seq_length() + self.size * self.shard.tokens)
-        cache.text = dict(self.text)
         return cache
 
-    def pending_states(self) -> "ShardStates":
+    def exchange(self) -> "ShardStates":
         return ShardStates(self)
+
+    def for_call(self) -> Cache:
+        past: Any = self.past.layers  # a layer makes its start otherwise
+        return Cache(layers=[InfiniLayer(layer.state, self.get_seq_length(), []) for layer in past])
 
     @property
     def state(self) -> InfiniState | None:
@@ -222,10 +227,10 @@ class ShardCache(InfiniCache):
         """Columns of the rows before this shard."""
         return self.past.get_seq_length() + (0 if self.shard is None else self.rank * self.shard.tokens)
 
-    def advance(self, states: PendingStates, input_ids: Tensor | None, layout, tokens: int) -> None:
+    def advance(self, of_call: Cache, input_ids: Tensor | None, tokens: int) -> None:
         """Keeps for `whole` what the call has left."""
         if not torch.is_grad_enabled():
-            self.advance_layers(states, tokens)
+            self.advance_layers(of_call, tokens)
 
     def check_agreement(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
         """ValueError on every rank unless all call the same model on shards of the same shape."""
@@ -244,17 +249,14 @@ class ShardCache(InfiniCache):
             raise ValueError(f"the ranks that share a row differ, listed by rank: {different}. Start all with the same.")
 
 
-class ShardStates(PendingStates):
-    """The states that the layers of one call continue, and their [`PendingStates.exchange`]."""
+class ShardStates:
+    """What the layers of one call get from the other ranks: [`SharedInputs.exchange`]."""
 
     def __init__(self, cache: ShardCache):
-        super().__init__(cache)
-        self.cache, self.exchange = cache, self
-        past: Any = cache.past.layers
-        self.before = {number: layer.state for number, layer in enumerate(past)}  # a layer makes its start otherwise
+        self.cache = cache
 
-    def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> InfiniState | None:
-        """The state that the layout of a call of `[batch, tokens]` continues; `masks` as [`segment_layout`] takes them."""
+    def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
+        """Exchanges what the layout of a call of `[batch, tokens]` needs; `masks` as [`segment_layout`] takes them."""
         cache = self.cache
         if cache.shard is not None:
             raise ValueError("a ShardCache is for one call: make one for each, as shard_rows does.")
@@ -270,8 +272,6 @@ class ShardStates(PendingStates):
             )
         options = (cache.window, cache._config.memory_conv, cache.past.state)
         cache.shard = Shard.of_call(cache.group, batch, tokens, device, masks, *options)
-        self.columns = cache.get_seq_length()
-        return cache.shard.state
 
     def received_inputs(self, inputs: Tensor, recent: Tensor) -> Tensor:
         """What a short convolution needs of the tokens before these `inputs`; `recent`: what the layer's state has."""
