@@ -317,12 +317,3 @@ def _tensors_of(layer) -> dict[str, Tensor]:
     if isinstance(layer, InfiniLayer):
         return {} if layer.state is None else layer.state.tensors()
     return {name: getattr(layer, name) for name in ("keys", "values") if getattr(layer, name) is not None}
-
-
-def check_rows(what: str, rows: int, cached: int) -> None:
-    """ValueError unless `what`, such as "the mask", has as many rows as the cache."""
-    if rows != cached:
-        raise ValueError(
-            f"{what} has {rows} rows and the cache {cached}: repeat the cache's rows with batch_repeat_interleave, or "
-            "choose among them with batch_select_indices."
-        )

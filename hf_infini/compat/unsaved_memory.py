@@ -30,8 +30,4 @@ def warn_when_saved(config, unsaved: Callable[[], Collection[str]]) -> None:
                 stacklevel=3,
             )
 
-    def __reduce__(self):  # a copy in another process is of the class that can be found by its name
-        return object.__new__, (own,), vars(self)
-
-    attributes = {"saves_memory": False, "save_pretrained": save_pretrained, "__reduce__": __reduce__}
-    config.__class__ = type(own.__name__, (own,), attributes)
+    config.__class__ = type(own.__name__, (own,), {"saves_memory": False, "save_pretrained": save_pretrained})

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface
 from transformers import initialization as init
 from transformers.cache_utils import Cache
@@ -261,16 +262,10 @@ def infini_attention_function(
 AttentionInterface.register(INTERFACE, infini_attention_function)
 
 
-class KeywordlessLayerMixin(nn.Module):
-    """A decoder layer that drops keywords; comes before its own class. Attention with a memory, which looks at no mask, is
-    given `infini` in its place: an argument is there again when gradient checkpointing runs the layer again."""
-
-    own_class: type
-
-    def forward(self, *args, attention_mask=None, infini: SharedInputs | None = None, **kwargs):
-        if any(isinstance(child, InfiniAttentionMixin) for child in self.children()):
-            attention_mask = infini
-        return super().forward(*args, attention_mask=attention_mask, **kwargs)
+def pass_on(layer, args: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A pre-hook of decoder layers that pass no keywords on to their attention: this is given `infini` as its mask, at which
+    attention with a memory does not look."""
+    return args, keywords | {"attention_mask": keywords.get("infini")}
 
 
 class InfiniAttentionMixin(MemoryLayerMixin):
@@ -281,6 +276,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
     argument_names: Sequence[str]  # of its forward, from the second on
     cache_argument: str  # which of them is the cache
     turning_function: Any = None  # turns a query and a key by rotary positions
+    hook: RemovableHandle  # of [`pass_on`], where the decoder layer needs it
 
     def swap_in(self, config, tables: dict[str | None, tuple[Tensor, ...]], dtype: torch.dtype) -> None:
         """Gives the layer its memory; `config`, `dtype`: the model's, the second for a layer whose weights are quantized and
@@ -299,7 +295,9 @@ class InfiniAttentionMixin(MemoryLayerMixin):
     def swap_out(self) -> None:
         """Makes it a layer of the own class again, whatever its memory has learned."""
         self.config = self.options
-        for name in (*PARAMETERS, "options", "head_counts", "rotary_type", "turns_states"):
+        if hasattr(self, "hook"):
+            self.hook.remove()
+        for name in (*PARAMETERS, "hook", "options", "head_counts", "rotary_type", "turns_states"):
             if hasattr(self, name):  # not where the memory could not be added
                 delattr(self, name)
         swap_class(self, self.own_class)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.cache import InfiniCache, check_rows
+from ..cache.cache import InfiniCache
 from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
 from ..compat.execution_device import device_of
 from ..compat.hub_code import HubCodeMixin, ModelBase
@@ -21,9 +21,9 @@ from ..layers.memory_layer import (
     PARAMETERS,
     TEST_TOKENS,
     InfiniAttentionMixin,
-    KeywordlessLayerMixin,
     SharedInputs,
     memory_layers,
+    pass_on,
 )
 from ..ops.checks import check_shapes
 from ..ops.layout.base import Layout
@@ -80,14 +80,13 @@ class InfiniPreTrainedMixin(SavedModelMixin):
             swap_class(base, self.class_with_memory(type(base)))
         base.set_positions()
         layers = decoder_layers(base)
-        for layer, _ in layers if base.layers_drop_keywords else ():  # all: FSDP and others look for layers by one class
-            if not isinstance(layer, KeywordlessLayerMixin):
-                swap_class(layer, self.class_with_memory(type(layer)))
         for number in base.config.infini_layers:
-            attention: Any = layers[number][1]  # is made an InfiniAttentionMixin
+            layer, attention = layers[number]
             if not isinstance(attention, InfiniAttentionMixin):
                 swap_class(attention, self.class_with_memory(type(attention)))
                 attention.swap_in(base.config, base.rotary_tables(1), base.dtype)
+                if base.layers_drop_keywords:
+                    attention.hook = layer.register_forward_pre_hook(pass_on, with_kwargs=True)
 
     def __setattr__(self, name: str, value) -> None:
         """As usual. `peft_config` is what PEFT sets on a model that it has wrapped: its configurations."""
@@ -247,15 +246,6 @@ def memory_mask_of(config, input_ids: Tensor | None, memory_mask: Tensor | None)
     return ordinary if memory_mask is None else ordinary * memory_mask
 
 
-def check_cache(given) -> None:
-    """ValueError unless `given` is `None` or an [`InfiniCache`] of this copy of the code."""
-    if given is not None and not isinstance(given, InfiniCache):
-        raise ValueError(
-            f"{CACHE} must be an InfiniCache of {InfiniCache.__module__}, and this {type(given).__name__} is of "
-            f"{type(given).__module__}: leave it out with use_cache=True, or pass InfiniCache(model.config)."
-        )
-
-
 def begin_call(
     model, ids, given: Tensor, rotary: dict, cache, use_cache: bool | None, output_attentions: bool | None, **masks
 ) -> tuple[SharedInputs, InfiniCache | None, bool]:
@@ -273,13 +263,20 @@ def begin_call(
     batch, tokens = given.shape[:2]
     if use_cache is None:
         use_cache = model.config.use_cache and not model.training
-    check_cache(cache)
+    if cache is not None and not isinstance(cache, InfiniCache):  # of this copy of the code
+        raise ValueError(
+            f"{CACHE} must be an InfiniCache of {InfiniCache.__module__}, and this {type(cache).__name__} is of "
+            f"{type(cache).__module__}: leave it out with use_cache=True, or pass InfiniCache(model.config)."
+        )
     if cache is None:
         cache = InfiniCache(model.config) if use_cache else None
     elif not torch.compiler.is_compiling():  # a graph would be one for each number of columns
         cache.check_finished()
-    if cache is not None and cache.state is not None:
-        check_rows("this call", batch, len(cache.state.tokens_seen))
+    if cache is not None and cache.state is not None and batch != (rows := len(cache.state.tokens_seen)):
+        raise ValueError(
+            f"this call has {batch} rows and the cache {rows}: repeat the cache's rows with batch_repeat_interleave, or "
+            "choose among them with batch_select_indices."
+        )
     check_shapes(batch, tokens, None, masks["memory_mask"], None)
     masks["memory_mask"] = memory_mask_of(model.config, ids, masks["memory_mask"])
     masks["attention_mask"] = mask_of_call(masks["attention_mask"], batch, tokens, cache)

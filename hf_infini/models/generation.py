@@ -3,7 +3,6 @@
 from ..cache.cache import InfiniCache
 from ..compat.cache_name import CACHE
 from ..compat.hub_code import ModelBase
-from .base import check_cache
 
 
 class MemoryGenerationMixin(ModelBase):
@@ -13,11 +12,9 @@ class MemoryGenerationMixin(ModelBase):
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         ids, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
         cache, mask = model_kwargs.get(CACHE), model_kwargs.get("attention_mask")
-        if self.config.infini_layers:
-            check_cache(cache)
-            all_new = mask is not None and mask.shape[1] > ids.shape[1]  # as cache.attention_mask(mask) says
-            if cache is not None and ids.dim() == 2 and not all_new:  # 3: embeddings
-                cache.check_ids(ids)
+        all_new = mask is not None and mask.shape[1] > ids.shape[1]  # as cache.attention_mask(mask) says
+        if isinstance(cache, InfiniCache) and ids.dim() == 2 and not all_new:  # 3: embeddings
+            cache.check_ids(ids)
         return ids, name, model_kwargs
 
     def init_continuous_batching(self, *args, **kwargs):
