@@ -101,8 +101,8 @@ class InfiniPreTrainedMixin(SavedModelMixin):
         found = set()
         for layer_name, layer in memory_layers(self).items():
             for name, parameter in layer.named_parameters():
-                own, copied = name.partition(".")[0], "modules_to_save" in f"{layer_name}.{name}"
-                copied |= "original_module" in f"{layer_name}.{name}"
+                own, path = name.partition(".")[0], f"{layer_name}.{name}".split(".")
+                copied = "modules_to_save" in path or "original_module" in path
                 if own in PARAMETERS and not copied and (parameter.requires_grad or hasattr(self, "_base_is_plain")):
                     found.add(own)
         return found
