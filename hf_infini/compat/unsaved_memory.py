@@ -1,5 +1,6 @@
 """PEFT saves what it has made, and asks a model for nothing else that was trained. No version yet makes this needless."""
 
+import copy
 import warnings
 from collections.abc import Callable, Collection
 
@@ -8,16 +9,16 @@ class UnsavedMemoryWarning(UserWarning):
     """PEFT has saved an adapter alone, and what the model's memory has learned is in no file."""
 
 
-def warn_when_saved(config, unsaved: Callable[[], Collection[str]]) -> None:
-    """Has a configuration of PEFT, in place, warn when it is saved, which PEFT does with every adapter.
+def warning_when_saved(config, unsaved: Callable[[], Collection[str]]):
+    """A copy of PEFT's configuration that warns when it is saved, which PEFT does with every adapter.
 
     Args:
-        config: a class that has `saves_memory` sees to it by itself.
+        config: is returned as it is if its class has `saves_memory`, as that of [`lora_config`].
         unsaved: gives the names of the parameters that are in no file then.
     """
     own = type(config)
     if hasattr(own, "saves_memory"):
-        return
+        return config
 
     def save_pretrained(self, save_directory, **kwargs):
         own.save_pretrained(self, save_directory, **kwargs)
@@ -30,4 +31,6 @@ def warn_when_saved(config, unsaved: Callable[[], Collection[str]]) -> None:
                 stacklevel=3,
             )
 
-    config.__class__ = type(own.__name__, (own,), {"saves_memory": False, "save_pretrained": save_pretrained})
+    found = copy.copy(config)
+    found.__class__ = type(own.__name__, (own,), {"saves_memory": False, "save_pretrained": save_pretrained})
+    return found

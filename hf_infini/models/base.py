@@ -16,7 +16,7 @@ from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
 from ..compat.execution_device import device_of
 from ..compat.hub_code import HubCodeMixin, ModelBase
 from ..compat.swap_class import swap_class
-from ..compat.unsaved_memory import warn_when_saved
+from ..compat.unsaved_memory import warning_when_saved
 from ..layers.memory_layer import (
     PARAMETERS,
     TEST_TOKENS,
@@ -92,8 +92,8 @@ class InfiniPreTrainedMixin(SavedModelMixin):
         """As usual. `peft_config` is what PEFT sets on a model that it has wrapped: its configurations."""
         super().__setattr__(name, value)
         if name == "peft_config":
-            for config in value.values():
-                warn_when_saved(config, self._unsaved_memory)
+            for adapter, config in value.items():
+                value[adapter] = warning_when_saved(config, self._unsaved_memory)
 
     def _unsaved_memory(self) -> set[str]:
         """The parameters of the memory that are in no file when PEFT has saved its own: it has copied none of them, and they

@@ -206,6 +206,17 @@ def test_what_peft_alone_leaves_out_is_named_when_it_saves(case, plain, tmp_path
     assert peft.PeftConfig.from_pretrained(tmp_path / "adapter").target_modules == {"q_proj"}
 
 
+def test_a_configuration_for_two_models_warns_for_the_one_with_a_memory(plain, tmp_path):
+    config = lora()
+    patched, other = (peft.get_peft_model(model, config) for model in (learned(plain), stock(plain)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnsavedMemoryWarning)
+        other.save_pretrained(tmp_path)
+    with pytest.warns(UnsavedMemoryWarning):
+        patched.save_pretrained(tmp_path)
+    assert type(config) is peft.LoraConfig
+
+
 @pytest.mark.parametrize("case", NO_LOSSES)
 def test_nothing_is_said_where_nothing_is_lost(case, plain, tmp_path):
     with warnings.catch_warnings():
