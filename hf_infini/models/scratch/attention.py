@@ -196,7 +196,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         return_weights |= self.config._attn_implementation == "eager"
         return SharedInputs(layout, None, self.window_tables(hidden_states), return_weights)
 
-    def window_tables(self, like: Tensor) -> dict[None, tuple[Tensor, ...]]:
+    def window_tables(self, like: Tensor) -> dict[str | None, tuple[Tensor, ...]]:
         """The rotary tables of a window's places, with the dtype and device of `like`; empty without rotary positions."""
         if self.config.position_encoding != "rope":
             return {}

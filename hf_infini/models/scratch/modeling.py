@@ -141,7 +141,8 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         infini = None
         if self.config.attention == "infini":
             masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
-            tables = self.h[0].attn.window_tables(embeddings)
+            first: Any = self.h[0]
+            tables = first.attn.window_tables(embeddings)
             call = embeddings, tables, cache, use_cache, output_attentions
             infini, cache, use_cache = begin_call(self, input_ids, *call, **masks)
             visible: dict[str, Any] = {"infini": infini}
