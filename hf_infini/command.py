@@ -70,36 +70,28 @@ def ask(
     net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, text)
     tokenizer.chat_template = tokenizer.chat_template if chat_template else None
     reader = Reader(net, tokenizer)
-    # In the document, words that spell special tokens are plain text; in the template before it they are not
-    head, found, _ = reader.rendered([{"role": "user", "content": text}]).partition(text)
-    if not found:
-        raise ValueError(f"the chat template of {model} changes what is said: give --no-chat-template.")
-    reader.read(head, progress=False)
-    key = _hash(model, adapter, net.config.to_json_string(), str(net.dtype), head + text)
-    file, cache = memory or KEPT / "memories" / f"{key}.safetensors", None
+    key = _hash(model, adapter, net.config.to_json_string(), str(net.dtype), tokenizer.chat_template, text)
+    file = memory or KEPT / "memories" / f"{key}.safetensors"
     try:
-        cache = reader.read(head + text, file=file, split_special_tokens=True)
+        cache = reader.read_document(text, file=file)
     except MemoryFileError as error:
         if memory is not None:
             raise
         _say(f"reading again, for {error}")
         file.unlink(missing_ok=True)
-        cache = reader.read(head + text, file=file, split_special_tokens=True)
+        cache = reader.read_document(text, file=file)
     tokens = cache.get_seq_length()
     plain = estimate_cache(net.config, tokens).plain
     _say(f"{tokens:,} tokens in a cache of {cache.nbytes() / 1e6:,.1f} MB, all keys and values: {plain / 1e6:,.1f} MB")
     _say(f"memory file: {file}")
     answer = functools.partial(reader.chat, max_new_tokens=max_new_tokens, streamer=_streamer(tokenizer))
-    if question:
-        for asked in question:
-            _say(f"> {asked}")
-            answer([{"role": "user", "content": f"{text}\n\nQuestion: {asked}"}])
-        return
-    messages, asked = [], input("> ")
-    while asked:
-        messages.append({"role": "user", "content": asked if messages else f"{text}\n\nQuestion: {asked}"})
+    for asked in question or ():
+        _say(f"> {asked}")
+        answer([{"role": "user", "content": asked}])
+    messages = []
+    while not question and (asked := input("> ")):
+        messages.append({"role": "user", "content": asked})
         messages.append({"role": "assistant", "content": answer(messages)})
-        asked = input("> ")
 
 
 @app.command()
@@ -217,6 +209,22 @@ def inspect(
     _say(f"{out}: open it in a browser")
 
 
+@app.command()
+def demo(
+    model: Model,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Of the page, which only this machine sees.")] = 7860,
+    adapter: Adapter = None,
+    kept_tokens: KeptTokens = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """A page in the browser that reads and answers, and shows the cache and what the heads keep. Of a plain model, `ask`
+    or `fit` must have fitted the score."""
+    from .tools.demo import Demo
+
+    Demo(*_load(model, adapter, kept_tokens, device, dtype)).page().launch(server_port=port)
+
+
 def main() -> None:
     """Runs the command; what ends it early is one line on standard error."""
     try:
@@ -225,7 +233,8 @@ def main() -> None:
         _say("")
         raise SystemExit(130) from None
     except ModuleNotFoundError as error:
-        _say(f"error: {error.name} is not installed: pip install 'hf-infini[documents]' brings what reads PDF and HTML")
+        extra = "demo" if error.name == "gradio" else "documents"
+        _say(f"error: {error.name} is not installed: pip install 'hf-infini[{extra}]'")
         raise SystemExit(1) from None
     except (ValueError, OSError) as error:
         _say(f"error: {' '.join(str(error).split())}")

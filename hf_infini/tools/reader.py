@@ -61,7 +61,7 @@ class Reader:
         check_number("chunk", chunk, {"at_least": 1})
         check_number("turns", turns, {"at_least": 1})
         self.model: Any = model
-        self.tokenizer, self.chunk = tokenizer, chunk
+        self.tokenizer, self.chunk, self.document = tokenizer, chunk, ""
         self.texts: dict[str, InfiniCache] = {"": cache or InfiniCache(self.model.config)}  # that were read
         self.turns: deque[tuple[str, InfiniCache]] = deque(maxlen=turns)  # texts up to the end of an answer
 
@@ -100,6 +100,22 @@ class Reader:
         return cache
 
     @check_kinds
+    def read_document(self, text: str, *, file: str | Path | None = None, progress: bool = True) -> InfiniCache:
+        """Reads the document that all following chats are about: their first message begins with it. What in it spells a
+        special token is plain text; arguments and errors as of [`Reader.read`].
+
+        Raises:
+            ValueError: the chat template changes what is said.
+        """
+        head, found, _ = self.rendered([{"role": "user", "content": text}]).partition(text)
+        if not found:
+            raise ValueError("the chat template changes what is said: set the tokenizer's chat_template to None.")
+        self.read(head, progress=False)
+        cache = self.read(head + text, file=file, split_special_tokens=True, progress=progress)
+        self.document = text
+        return cache
+
+    @check_kinds
     def generate(self, texts: str | Sequence[str], **options) -> list[str]:
         """What the model goes on with after each of the texts, which may begin alike.
 
@@ -135,7 +151,14 @@ class Reader:
         return self.tokenizer.batch_decode(new, skip_special_tokens=True)
 
     def chat(self, messages: Sequence[dict[str, str]], **options) -> str:
-        """The answer to the last of the messages, by the tokenizer's chat template; options: as of [`Reader.generate`]."""
+        """The answer to the last of the messages, by the tokenizer's chat template; options: as of [`Reader.generate`].
+
+        Args:
+            messages: of the user and, in turn, the model's answers: `role` and `content` each.
+        """
+        if self.document:
+            first, *rest = messages
+            messages = [{**first, "content": f"{self.document}\n\nQuestion: {first['content']}"}, *rest]
         if self.tokenizer.chat_template is None:  # a model of plain text would go on with questions
             options = {"stop_strings": ["\n"], "tokenizer": self.tokenizer} | options
         return self.generate(self.rendered(messages), **options)[0].strip()

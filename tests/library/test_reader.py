@@ -76,21 +76,24 @@ def test_what_was_read_is_not_read_again(reader, model, tokenizer):
 
 
 def test_a_chat_goes_on_from_the_last_turn_that_is_the_same(reader, model, tokenizer):
-    head = "<user>"
-    reader.read(head + TEXT, progress=False)
-    messages, answers = [{"role": "user", "content": TEXT + "Who?"}], []
+    reader.read_document(TEXT, progress=False)
+    messages, answers = [{"role": "user", "content": "Who?"}], []
+
+    def whole() -> str:
+        first, *rest = messages
+        return reader.rendered([{"role": "user", "content": f"{TEXT}\n\nQuestion: {first['content']}"}, *rest])
+
     for question in ("When?", "Where?", "Why?", "How?"):
         reader.called.clear()
         answers.append(reader.chat(messages, **GREEDY))
-        whole = reader.rendered(messages)
-        assert answers[-1] == anew(model, tokenizer, whole).strip()
+        assert answers[-1] == anew(model, tokenizer, whole()).strip()
         assert reader.called[0] < 60  # of more than 400
         messages += [{"role": "assistant", "content": answers[-1]}, {"role": "user", "content": question}]
     assert len(reader.turns) == 2
     # Of an answer that comes back otherwise, the reader goes on from the turn before
     messages[-2] = {"role": "assistant", "content": "Nobody knows."}
     reader.called.clear()
-    assert reader.chat(messages, **GREEDY) == anew(model, tokenizer, reader.rendered(messages)).strip()
+    assert reader.chat(messages, **GREEDY) == anew(model, tokenizer, whole()).strip()
     assert reader.called[0] < 100
 
 
