@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ..compat.class_lookups import PREFIX
-from ..compat.unsaved_memory import UnsavedMemoryWarning
+from ..compat.peft_saving import UnsavedMemoryWarning, with_saving
 from ..layers.memory_layer import PARAMETERS, gates_of, memory_layers
 from .base import InfiniPreTrainedMixin
 from .patching import patch_model
@@ -56,19 +56,11 @@ def lora_config(model, **options):
         "modules_to_save": [*names, *(options.pop("modules_to_save", None) or ())],
         "target_modules": TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(_own_type(inside)),
     }
-    memory = _memory_of(model) if getattr(inside, "_base_is_plain", False) else None
-
-    class LoraConfigWithMemory(LoraConfig):
-        """Is saved with the memory, where PEFT would find the plain model by the name that it saves."""
-
-        saves_memory = True
-
-        def save_pretrained(self, save_directory, **kwargs):
-            super().save_pretrained(save_directory, **kwargs)
-            if memory is not None:
-                _write_memory(Path(save_directory), *memory)
-
-    return LoraConfigWithMemory(**own | options)
+    config = LoraConfig(**own | options)
+    if not hasattr(inside, "_base_is_plain"):
+        return config
+    record, tensors = _memory_of(model)  # with which it is saved: by its name PEFT would find the plain model
+    return with_saving(config, lambda folder: _write_memory(Path(folder), record, tensors))
 
 
 def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:

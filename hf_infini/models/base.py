@@ -15,8 +15,8 @@ from ..cache.cache import InfiniCache
 from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
 from ..compat.execution_device import device_of
 from ..compat.hub_code import HubCodeMixin, ModelBase
+from ..compat.peft_saving import warn_of_unsaved, with_saving
 from ..compat.swap_class import swap_class
-from ..compat.unsaved_memory import warning_when_saved
 from ..layers.memory_layer import (
     PARAMETERS,
     TEST_TOKENS,
@@ -93,7 +93,7 @@ class InfiniPreTrainedMixin(SavedModelMixin):
         super().__setattr__(name, value)
         if name == "peft_config":
             for adapter, config in value.items():
-                value[adapter] = warning_when_saved(config, self._unsaved_memory)
+                value[adapter] = with_saving(config, lambda folder: warn_of_unsaved(self._unsaved_memory(), folder))
 
     def _unsaved_memory(self) -> set[str]:
         """The parameters of the memory that are in no file when PEFT has saved its own: it has copied none of them, and they

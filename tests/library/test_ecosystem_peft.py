@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, pipeline
 import hf_infini
 from decoders import decoder, token_ids
 from hf_infini import InfiniQwen2ForCausalLM, load_adapter, lora_config, patch_model, save_adapter
-from hf_infini.compat.unsaved_memory import UnsavedMemoryWarning
+from hf_infini.compat.peft_saving import UnsavedMemoryWarning
 from hf_infini.layers.memory_layer import PARAMETERS, gates_of
 
 peft = pytest.importorskip("peft", reason="pip install peft")
