@@ -1,5 +1,5 @@
-"""Exact context parallelism: the row of one text is cut at segment borders, and rank r of R computes only the tokens of its
-shard.
+"""One text over several devices: exact context parallelism for a window and a memory. The row of a text is cut at segment
+borders, and rank r of R computes only the tokens of its shard.
 
 A shard is a chunk that continues a state, which is what the ranks before it leave. Per layer, rank r gets of it
 
@@ -18,15 +18,15 @@ Rank j makes A_j, B_j, a_j, b_j of what leaves the window on it, and all ranks g
     gated delta rule           the same without z
 
 Which tokens are kept follows from their scores alone. So each rank first finds what its queries give the tokens of its
-windows, and adds what the ranks before it gave those that it shares with them. Then all gather the K best tokens of each
+windows; from rank to rank goes what the window's tokens have received so far. Then all gather the K best tokens of each
 rank, and each knows what is kept before its shard, and what it evicts.
 
 A layer gathers kv_heads · (d² + d) float32 numbers from each rank, with a delta rule twice as many, and kv_heads · K kept
-keys and values, however long the text.
-What a collective's backward sums are the gradients of all ranks that have read a rank's part: the gradient is exact.
+keys and values, however long the text. All but the scores goes through one collective, [`AllToAll`]. What its backward
+sums are the gradients of all ranks that have read a rank's part: the gradient is exact.
 
-Which token is where is found once for all layers of a call: masks and positions of all shards are gathered, and each
-rank lays out what comes before its shard as one call would.
+Which token is where is found once for all layers of a call: every rank is given the whole rows, and lays out what comes
+before its shard as one call would.
 
 Shapes: `R` ranks, `B` rows, `T` tokens of a shard, `P` places of a window, `K` key/value heads, `D` head dimension, `E`
 value dimension.
@@ -34,28 +34,31 @@ value dimension.
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, distributed
+from torch.autograd import Function
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ...cache.cache import InfiniCache, InfiniLayer
-from ...compat.cache_name import CACHE
-from ...ops.attention import GROUP_ELEMENTS
-from ...ops.checks import bool_mask, check_kinds, check_shapes
-from ...ops.kept import Kept, KeptInGrid, choose, first_scores, shares, with_sinks_before
-from ...ops.layout.base import GridLayout, pad
-from ...ops.memory import MemoryRule
-from ...ops.state import WINDOWS, InfiniState, Projections
-from ...ops.window import ScoreOptions
-from ...options import check_number
-from .exchange import AllGather, Shard, gather
+from ..cache.cache import InfiniCache
+from ..compat.cache_name import CACHE
+from ..models.base import memory_mask_of
+from ..ops.attention import GROUP_ELEMENTS
+from ..ops.checks import bool_mask, check_kinds
+from ..ops.convolution import short_convolution
+from ..ops.kept import Kept, KeptInGrid, choose, first_scores, shares, with_sinks_before
+from ..ops.layout.base import GridLayout, pad
+from ..ops.layout.build import restarts, segment_layout
+from ..ops.memory import MemoryRule, running_sum
+from ..ops.state import InfiniState, Projections
+from ..ops.window import ScoreOptions
+from ..options import check_number, places_of
 
 # What loading or saving writes into a configuration, perhaps on one rank only
 SAVED = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
@@ -90,20 +93,14 @@ def shard_rows(
         ValueError: the rows cannot be cut into one shard for each rank at segment borders, do not go on from `past`, or some
             layers of the model have no memory; on every rank.
     """
-    rank, size = distributed.get_rank(group), distributed.get_world_size(group)
     shapes = {name: list(part.shape) for name, part in batch.items()}
     text: Any = batch.get("input_ids", batch.get("inputs_embeds"))
     if text is None or any(shape[:2] != list(text.shape[:2]) for shape in shapes.values()):
         raise ValueError(f"the batch must have input_ids or inputs_embeds, and all parts [rows, tokens, …]; got {shapes}.")
-    check_shards(config, text.shape[1], size)
-    bool_mask("attention_mask", batch.get("attention_mask"), True)  # or a ValueError
-    parts = dict(batch)
+    cache, parts = ShardCache(config, batch, group, past), dict(batch)
     if "labels" in batch:
         parts["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    shards = {name: part.chunk(size, 1)[rank].contiguous() for name, part in parts.items()}
-    cache = ShardCache(config, group, past)
-    cache.rows = hashlib.sha256(text.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
-    cache.note_text(batch.get("input_ids", text.new_full(text.shape[:2], -2, dtype=torch.long)))
+    shards = {name: part.chunk(cache.size, 1)[cache.rank].contiguous() for name, part in parts.items()}
     return shards | {CACHE: cache, "use_cache": False}
 
 
@@ -168,24 +165,39 @@ class ShardCache(InfiniCache):
     [`shard_rows`]. Only [`ShardCache.whole`] can be continued.
 
     Args:
-        config, group, past: as in [`shard_rows`].
+        config, batch, group, past: as in [`shard_rows`].
 
     Raises:
-        ValueError: layers of the model have no memory. In a call: the ranks' models, versions, rows or shards do not fit
-            together (on every rank).
+        ValueError: as [`shard_rows`]. In a call: the ranks' models, versions, rows or shards do not fit together (on every
+            rank).
     """
 
-    @check_kinds
-    def __init__(
-        self, config: PreTrainedConfig, group: distributed.ProcessGroup | None = None, past: InfiniCache | None = None
-    ):
-        check_shards(config)
+    goes_on: Tensor  # `[R, B]` bool, whether a row's document goes on through the whole of each rank's shard
+    fetch_window: Any = None  # a [`route`] for the windows, from the call on
+    fetch_recent: Any = None  # and for the convolution's inputs
+    reached: Tensor  # the sum of no numbers of the last exchange in a layer: see `_exchanged`
+
+    def __init__(self, config: PreTrainedConfig, batch: Mapping[str, Tensor], group, past: InfiniCache | None):
+        self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
+        ids = batch.get("input_ids")
+        text: Any = batch.get("inputs_embeds") if ids is None else ids
+        rows, columns = text.shape[:2]
+        check_shards(config, columns, self.size)
         super().__init__(config)
-        self.group, self.past = group, InfiniCache(config) if past is None else past
+        self.past = InfiniCache(config) if past is None else past
+        self.before = None if self.rank else self.past.state  # what the layout of the call continues
+        self.layout_before: Any = None  # of all columns before this shard, from the call on
+        self.shape = (rows, columns // self.size)  # of a shard
+        layers: Any = zip(self.layers, self.past.layers, strict=True)
+        for layer, known in layers:
+            layer.state, layer.columns = known.state, known.columns + self.rank * self.shape[1]
+        self.masks = {name: bool_mask(name, batch.get(name), True) for name in ("attention_mask", "memory_mask")}
+        self.masks["memory_mask"] = memory_mask_of(config, ids, self.masks["memory_mask"])
+        self.masks["position_ids"] = batch.get("position_ids")
         self.text = dict(self.past.text)
-        self.shard: Any = None  # a [`Shard`] from the call on
-        self.rows: str | None = None  # a hash of the whole rows
-        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+        self.note_text(text.new_full((rows, columns), -2, dtype=torch.long) if ids is None else ids)
+        numbers = text.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        self.rows = hashlib.sha256(numbers).hexdigest()
 
     def whole(self) -> InfiniCache:
         """What one process has after the whole rows, on every rank; all of them call this, after a call of the model without
@@ -196,45 +208,71 @@ class ShardCache(InfiniCache):
         """
         if not self.is_initialized:
             raise ValueError("nothing is known of the whole rows: call the model under torch.no_grad() with it first.")
-        cache, last = InfiniCache(self._config), distributed.get_process_group_ranks(self.group)[-1]
-        layers: Any = zip(cache.layers, self.layers, strict=True)
+        cache, columns = InfiniCache(self._config), self.past.get_seq_length() + self.size * self.shape[1]
+        own: Any = self.layers
+        last: Any = [[layer.state.map(lambda part: part.detach().cpu().clone()) for layer in own]]
+        distributed.broadcast_object_list(last, group=self.group, group_src=self.size - 1)
+        layers: Any = zip(cache.layers, last[0], own, strict=True)
+        for layer, state, before in layers:
+            layer.advance(state.map(lambda part, like=before.state.memory: part.to(like.device)), columns)
         cache.text = dict(self.text)
-        for layer, own in layers:
-            state = own.state
-            if self.shard.skips and state.local_skipped is None:  # as it may be on some of the ranks only
-                state = replace(state, local_skipped=torch.zeros_like(state.local_key[:, 0, :, 0], dtype=torch.bool))
-            state = state.map_rows(lambda tensor: tensor.detach().clone(memory_format=torch.contiguous_format))
-            for name, tensor in state.tensors().items():
-                if not name.startswith("start_"):  # of the model's weights, which all have
-                    distributed.broadcast(tensor, last, self.group)
-            layer.advance(state, self.past.get_seq_length() + self.size * self.shard.tokens)
         return cache
-
-    def exchange(self) -> "ShardStates":
-        return ShardStates(self)
-
-    def for_call(self) -> Cache:
-        past: Any = self.past.layers  # a layer makes its start otherwise
-        return Cache(layers=[InfiniLayer(layer.state, self.get_seq_length(), []) for layer in past])
 
     @property
     def state(self) -> InfiniState | None:
-        if self.shard is None:  # shard_rows has compared the whole rows with the past
-            return None if self.rank else self.past.state
-        return self.shard.state
+        return self.before
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the rows before this shard."""
-        return self.past.get_seq_length() + (0 if self.shard is None else self.rank * self.shard.tokens)
+    def exchange(self) -> "ShardCache":
+        return self
 
     def advance(self, of_call: Cache, input_ids: Tensor | None, tokens: int) -> None:
         """Keeps for `whole` what the call has left."""
         if not torch.is_grad_enabled():
             self.advance_layers(of_call, tokens)
 
+    # --- what [`SharedInputs.exchange`] does for the layers ----------------------------------------------------------------
+
+    def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
+        """Finds the state that the layout of a call of `[batch, tokens]` continues; `masks` as [`segment_layout`] takes
+        them."""
+        if self.fetch_window is not None:
+            raise ValueError("a ShardCache is for one call: make one for each, as shard_rows does.")
+        if torch.compiler.is_compiling():
+            raise ValueError("the ranks' exchange cannot be compiled: call the model without torch.compile.")
+        self.check_agreement(batch, tokens, device, masks)
+        if (batch, tokens) != self.shape or tokens < 2:
+            raise ValueError(
+                f"a shard must be [rows, tokens] = {list(self.shape)}, as shard_rows has made it, and have 2 tokens at "
+                f"least; got {[batch, tokens]}."
+            )
+        past, columns, real = self.past.state, self.rank * tokens, self.masks["attention_mask"]
+        self.goes_on = torch.ones(self.size, batch, dtype=torch.bool, device=device)
+        if (position_ids := self.masks["position_ids"]) is not None:
+            self.goes_on = ~restarts(position_ids, real, past).unflatten(1, (self.size, tokens)).any(2).T
+
+        # Rank 0 has all that it needs
+        places, taps = places_of(*self.window), self._config.memory_conv
+        wanted, old_places = torch.arange(places, device=device).expand(batch, -1), places
+        if self.rank:
+            cut: dict[str, Any] = {name: None if mask is None else mask[:, :columns] for name, mask in self.masks.items()}
+            layout: Any = segment_layout(batch, columns, *self.window, **cut, state=past, device=device)
+            wanted, old_places = layout.window, layout.carried_to
+            nothing = torch.zeros(batch, 1, 0, 1, device=device)
+            before = InfiniState.initial(nothing, nothing, *self.window) if past is None else past
+            self.layout_before = layout
+            # To the next layout, all that has left the window is in the memory
+            self.before = replace(before.after(layout), memory_tokens=layout.left[:, -1], kept_position=None)
+        self.fetch_window = route(wanted, old_places, tokens, self.group)
+        if taps > 1:  # what the next state would take of each input is found by giving it the inputs' numbers
+            numbers = torch.arange(taps - 1 + columns, dtype=torch.float64, device=device).expand(batch, -1).unsqueeze(2)
+            recent, inputs = numbers.split([taps - 1, columns], 1)
+            if self.rank:
+                recent = short_convolution(inputs + 1, inputs.new_zeros(taps, 1), self.layout_before, recent + 1)[1] - 1
+            self.fetch_recent = route(recent[..., 0].long(), taps - 1, tokens, self.group)
+
     def check_agreement(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
         """ValueError on every rank unless all call the same model on shards of the same shape."""
-        from ... import __version__
+        from .. import __version__
 
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         facts = {"batch": batch, "tokens": tokens, "sha256 of whole rows": self.rows, "autocast": str(autocast)}
@@ -248,60 +286,24 @@ class ShardCache(InfiniCache):
         if different:
             raise ValueError(f"the ranks that share a row differ, listed by rank: {different}. Start all with the same.")
 
-
-class ShardStates:
-    """What the layers of one call get from the other ranks: [`SharedInputs.exchange`]."""
-
-    def __init__(self, cache: ShardCache):
-        self.cache = cache
-
-    def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
-        """Exchanges what the layout of a call of `[batch, tokens]` needs; `masks` as [`segment_layout`] takes them."""
-        cache = self.cache
-        if cache.shard is not None:
-            raise ValueError("a ShardCache is for one call: make one for each, as shard_rows does.")
-        if torch.compiler.is_compiling():
-            raise ValueError("the ranks' exchange cannot be compiled: call the model without torch.compile.")
-        check_shapes(batch, tokens, *(masks[name] for name in ("attention_mask", "memory_mask", "position_ids")))
-        cache.check_agreement(batch, tokens, device, masks)
-        length = cache.window[0]
-        if tokens < 2 or tokens % length:
-            raise ValueError(
-                f"a shard must be whole segments of {length} tokens, and 2 tokens at least; these are {tokens}. shard_rows "
-                "cuts rows so."
-            )
-        options = (cache.window, cache._config.memory_conv, cache.past.state)
-        cache.shard = Shard.of_call(cache.group, batch, tokens, device, masks, *options)
-
     def received_inputs(self, inputs: Tensor, recent: Tensor) -> Tensor:
         """What a short convolution needs of the tokens before these `inputs`; `recent`: what the layer's state has."""
-        recents = self.cache.shard.recent
-        return recent if recents is None else recents.before(inputs, recent, self.cache.group)
+        return recent if self.fetch_recent is None else self.fetch_recent(inputs, recent)
 
     def received(
         self, state: InfiniState, tokens: Projections, layout: GridLayout, rule: MemoryRule, softmax: ScoreOptions
     ) -> tuple[InfiniState, Projections]:
         """The state that these tokens of a layer continue, and the tokens, with the scores that decide which are kept;
         `state`: the one that the layer knows of."""
-        shard, before, heads = self.cache.shard, self.cache.shard.state, tokens.key.shape[1]
-        if before is not None:
-            names = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")
-            state = replace(state, **{name: getattr(before, name) for name in names})
-            if self.cache.rank and state.local_score is not None and state.kept_position is not None:  # those of the past
-                score, position = torch.zeros_like(state.local_score), torch.full_like(state.kept_position, -1)
-                state = replace(state, local_score=score, kept_position=position)
-        # Every rank must come to a collective's gradient, also where nothing depends on what it has received: these sums of
-        # no numbers are 0, and have one
-        reached = state.memory.flatten()[:0].sum() + state.normaliser.flatten()[:0].sum()
-        if shard.window is not None:
-            new, old = tokens[1:4], state.windows()[:3]
-            rows, window = (joined(part).transpose(1, 2).flatten(2) for part in (new, old))
-            received = shard.window.before(rows, window, self.cache.group)
-            reached = reached + received.flatten()[:0].sum()
-            parts: Any = zip(parted(received.unflatten(2, (heads, -1)).transpose(1, 2), new), new, old, strict=True)
-            parts = (None if new is None else w.to(torch.promote_types(new.dtype, old.dtype)) for w, new, old in parts)
-            windows: Any = dict(zip(WINDOWS, parts, strict=False))
-            state = replace(state, **windows)
+        self.reached = tokens.key.new_zeros(())
+        state = state if self.layout_before is None else state.after(self.layout_before)
+
+        def fetch(window: Tensor, new: Tensor | None) -> Tensor:
+            if new is None:  # scores come later
+                return window
+            return self._exchanged(self.fetch_window, new.transpose(1, 2), window.transpose(1, 2)).transpose(1, 2)
+
+        state = state.map_windows(fetch, tokens._replace(score=None))
         if layout.kept_tokens:
             tokens, state = self._scored(tokens, state, layout, rule, softmax)
         new_and_old = zip(tokens[1:4], state.windows()[:3], strict=True)
@@ -311,12 +313,22 @@ class ShardStates:
         if layout.kept_tokens:
             keeping, all_segments = KeptInGrid(tokens, layout, rule, state), (layout.written, 0, layout.segments)
             before, own = keeping.kept, keeping.choose(leaving, *all_segments).kept
-            keeping.kept, reached = self._kept(before, own, rule, reached)
+            keeping.kept = self._kept(before, own, rule)
             state = keeping.kept.into(state, layout.kept_places)
             *leaving, taken_in = keeping.choose(leaving, *all_segments).evicted()
         with torch.autocast(tokens.key.device.type, enabled=False):
-            memory, normaliser = self._memory(state, (*leaving, taken_in), layout, rule, reached)
-        return replace(state, memory=memory, normaliser=normaliser), tokens
+            memory, normaliser = self._memory(state, (*leaving, taken_in), layout, rule)
+            return replace(state, memory=memory + self.reached, normaliser=normaliser), tokens
+
+    def _exchanged(self, exchange: Callable[..., Tensor], own: Tensor, *others: Any) -> Tensor:
+        """What an exchange gives for this rank's own part. A gradient is a collective, too, to which every rank must come,
+        in the same order, also where nothing depends on what it has received. So each exchange depends on the one before,
+        and the layer's memory on the last: by a sum of no numbers, which is 0."""
+        if not own.requires_grad:
+            return exchange(own, *others)
+        found = exchange(own + self.reached, *others)
+        self.reached = found.flatten()[:0].sum()
+        return found
 
     @torch.no_grad()
     def _scored(
@@ -324,88 +336,122 @@ class ShardStates:
     ) -> tuple[Projections, InfiniState]:
         """The tokens, and the state's window, with what they have received from the queries of all ranks up to this one."""
         tokens = tokens._replace(score=first_scores(rule.keep_score, tokens.key, tokens.score))
-        keeping, window = KeptInGrid(tokens, layout, rule, state), self.cache.shard.window
+        known: Any = (state.local_score, state.kept_position)
+        if self.rank:  # it has none of the past
+            score, position = torch.zeros_like(known[0]), torch.full_like(known[1], -1)
+            state = replace(state, local_score=score, kept_position=position)
+        keeping = KeptInGrid(tokens, layout, rule, state)
         if keeping.sees:
             see_all(keeping, tokens, state, layout, softmax)
         tokens, state = keeping.scored(tokens, state)
-        if window is not None:
-            scores: Any = (tokens.score, state.local_score)
-            state = replace(state, local_score=window.sums(*scores, self.cache.group))
-        return tokens, state
+        found: Any = (tokens.score, state.local_score)
+        new, score = found
+        if self.rank:
+            before = torch.empty_like(score, memory_format=torch.contiguous_format)
+            distributed.recv(before, group=self.group, group_src=self.rank - 1)
+            score = score + before
+        if self.rank + 1 < self.size:
+            distributed.send(layout.next_window(new, score).contiguous(), group=self.group, group_dst=self.rank + 1)
+        return tokens, replace(state, local_score=score)
 
-    def _kept(self, before: Kept, own: Kept, rule: MemoryRule, reached: Tensor) -> tuple[Kept, Tensor]:
+    def _kept(self, before: Kept, own: Kept, rule: MemoryRule) -> Kept:
         """What the ranks before this one keep: the best of all are among the best of each, which all ranks gather; `before`:
         what the first rank keeps before its tokens; `own`: what this rank keeps of its own."""
-        cache = self.cache
-        every = AllGather.apply(joined(own[:3]) + reached, cache.group)
-        facts = gather(torch.cat([own.score.double(), own.position.double()], -1), cache.group)
-        reached = reached + every.flatten()[:0].sum()
-        if cache.rank == 0:
-            return before, reached
-        key, value, log_weight = parted(every, own[:3])
-        found = Kept(key, value, log_weight, facts[..., :-1].to(own.score), facts[..., -1:].long())
-        found = found.map(lambda part: part.transpose(0, 1))  # [B, R, places, K, …]
+        found = own.map(lambda part: self._exchanged(gather, part, self.group).transpose(0, 1))  # [B, R, places, K, …]
         # A document goes on from rank to rank until another begins
-        document = F.pad((~cache.shard.goes_on).T.cumsum(1), (1, 0))
+        document = F.pad((~self.goes_on).T.cumsum(1), (1, 0))
         there, places = found.position[:, :, :, 0, 0] >= 0, shares(rule.keep_score, own.position.shape[1])
         kept_rows, *_ = choose(before, found.score, there, places, (document[:, 1:], document))
         rows = before.map(lambda old, new: torch.cat([old, new.flatten(1, 2)], 1), found)
-        return rows.taken(kept_rows[:, cache.rank]), reached
+        return rows.taken(kept_rows[:, self.rank])
 
     def _memory(
-        self, state: InfiniState, leaving: Sequence[Any], layout: GridLayout, rule: MemoryRule, reached: Tensor
+        self, state: InfiniState, leaving: Sequence[Any], layout: GridLayout, rule: MemoryRule
     ) -> tuple[Tensor, Tensor]:
         """M and z that the ranks before this one leave, `[B, K, D, E]` and `[B, K, D]`; `leaving`: keys, values, log
         weights of what leaves the window here, `[B, N, K, C, …]`, and which of it the memory takes in, `[B or 1, N, K or 1,
         C]` bool or `None`."""
-        cache, goes_on = self.cache, self.cache.shard.goes_on.to(state.memory.dtype)
-        memory, normaliser, (start_memory, start_normaliser) = state.memory, state.normaliser, state.start()
+        memory, normaliser, start = state.memory, state.normaliser, state.start()
         wide: Any = (None if part is None else part.to(memory.dtype) for part in leaving)
         key, value, log_weight, mask = wide
-        own_features, _, log_rates = rule.written(key, value, log_weight, None if mask is None else mask.unsqueeze(-1))
+        written = rule.written(key, value, log_weight, None if mask is None else mask.unsqueeze(-1))
+        features, _, log_rates = written
         continues = layout.continues(0, layout.segments)
-        begins = 1 - goes_on[cache.rank, :, None, None]
-        features = own_features
-        if continues is not None:  # of the row's last document only
-            writing, reading = layout.documents(0, layout.segments)
-            features = features * (writing == reading[:, -1:])[..., None, None, None]
-        sums = features.sum((1, 3)) + begins * start_normaliser if rule.normalised else normaliser
-        if rule.additive:
-            products = torch.einsum("bnkce,bnkcd->bked", value, features) + begins.unsqueeze(3) * start_memory.mT
-            sums = torch.cat([products, sums.unsqueeze(2)], 2)  # what is summed, [B, K, E + 1, D]
-            memory = self._chained(torch.cat([memory.mT, normaliser.unsqueeze(2)], 2), sums + reached, goes_on)
-            return memory[:, :, :-1].mT, memory[:, :, -1]
         if rule.normalised:
-            normaliser = self._chained(normaliser, sums + reached, goes_on)
-        width = value.shape[-1]
-        eye = torch.eye(key.shape[-1], dtype=memory.dtype, device=memory.device)
-        of_start, first = F.pad(start_memory, (0, len(eye))), F.pad(eye, (width, 0)).expand(*memory.shape[:2], -1, -1)
-        written = own_features, F.pad(value, (0, len(eye))), log_rates
-        _, (maps, _) = rule.states(written, first, normaliser, (of_start, start_normaliser), continues)
-        maps = AllGather.apply(maps + reached, cache.group)
-        memory = memory + maps[:0].sum()
-        for added, kept_of in (part.split([width, len(eye)], -1) for part in maps[: cache.rank]):
-            memory = kept_of @ memory + added
+            own = running_sum(features.sum(-2), torch.zeros_like(normaliser), continues, start[1])[1]
+            normaliser = self._chained(normaliser, own)
+        if rule.additive:
+            own = rule.states(written, torch.zeros_like(memory), normaliser, start, continues)[1][0]
+            return self._chained(memory, own), normaliser
+        width, height = value.shape[-1], key.shape[-1]
+        eye = torch.eye(height, dtype=memory.dtype, device=memory.device).expand(*memory.shape[:2], -1, -1)
+        written = features, F.pad(value, (0, height)), log_rates
+        start = F.pad(start[0], (0, height)), start[1]
+        _, (own, _) = rule.states(written, F.pad(eye, (width, 0)), normaliser, start, continues)
+        for part in self._exchanged(gather, own, self.group)[: self.rank]:
+            memory = part[..., width:] @ memory + part[..., :width]
         return memory, normaliser
 
-    def _chained(self, first: Tensor, own: Tensor, goes_on: Tensor) -> Tensor:
+    def _chained(self, first: Tensor, own: Tensor) -> Tensor:
         """x_r of x_{j+1} = goes_on_j x_j + own_j, from `first` on, `[B, …]`."""
-        parts = AllGather.apply(own, self.cache.group)
-        x = first + parts[:0].sum()
-        for part, keep in zip(parts[: self.cache.rank], goes_on, strict=False):
-            x = x * keep.view(-1, *(1,) * (x.dim() - 1)) + part
+        x = first
+        parts = self._exchanged(gather, own, self.group)[: self.rank]
+        for part, goes_on in zip(parts, self.goes_on, strict=False):
+            x = x * goes_on.view(-1, *(1,) * (x.dim() - 1)) + part
         return x
 
 
-def joined(parts: Sequence[Tensor | None]) -> Tensor:
-    """Those that there are, along the last dimension."""
-    return torch.cat([part for part in parts if part is not None], -1)
+def route(wanted: Tensor, old_places: int, tokens: int, group) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function that fetches what a rank wants from the ranks that have it: of what each has of its shard, `[B, T, …]`, and
+    of before the call, `[B, old places, …]`, it makes `[B, places, …]`; zero where nothing is wanted.
+
+    Args:
+        wanted: `[B, places]`, what this rank wants in each place: of its old places, so many, and then the columns of the
+            whole row, the number; −1 for nothing.
+        tokens: T.
+    """
+    rank, (batch, places) = distributed.get_rank(group), wanted.shape
+    columns = gather(torch.where(wanted < old_places, -1, wanted - old_places), group)
+    owner = columns.div(tokens, rounding_mode="floor")  # −1 for none
+    reader, row, column = (owner == rank).nonzero(as_tuple=True)
+    sent = row * tokens + columns[reader, row, column] - rank * tokens  # of the B · T tokens, by who wants them
+    own = owner[rank].flatten()
+    received = own.argsort(stable=True)[int((own < 0).sum()) :]  # the places, by who has their tokens
+    counts = [ranks.bincount(minlength=len(owner)).tolist() for ranks in (reader, own[received])]
+    # Where to find what is wanted: among the old places, then what is received, and then there is a zero
+    begin = batch * places
+    index = torch.arange(batch, device=wanted.device).unsqueeze(1) * places + wanted
+    index = torch.where(wanted < 0, begin + len(received), index).flatten()
+    index[received] = begin + torch.arange(len(received), device=index.device)
+
+    def fetch(new: Tensor, old: Tensor) -> Tensor:
+        arrived = AllToAll.apply(new.flatten(0, 1)[sent], *counts, group)
+        rows = torch.cat([old.flatten(0, 1), arrived, arrived.new_zeros(1, *arrived.shape[1:])])
+        return rows.index_select(0, index).unflatten(0, wanted.shape)
+
+    return fetch
 
 
-def parted(whole: Tensor, like: Sequence[Tensor | None]) -> Any:
-    """The parts again, as wide as these; `None` where they are."""
-    parts = whole.split([0 if part is None else part.shape[-1] for part in like], -1)
-    return (None if old is None else part for part, old in zip(parts, like, strict=True))
+class AllToAll(Function):
+    """The rows `[received, …]` that all ranks have sent to this one, of whose `[sent, …]` each gets so many; their gradients
+    go back."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, sent_counts: list[int], received_counts: list[int], group) -> Tensor:
+        ctx.back = (received_counts, sent_counts, group)
+        received = rows.new_empty(sum(received_counts), *rows.shape[1:])
+        distributed.all_to_all_single(received, rows.contiguous(), received_counts, sent_counts, group)
+        return received
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return AllToAll.apply(gradient, *ctx.back), None, None, None
+
+
+def gather(own: Tensor, group) -> Tensor:
+    """`own` of every rank, `[R, …]`."""
+    ones = [1] * distributed.get_world_size(group)
+    return AllToAll.apply(own.expand(len(ones), *own.shape), ones, ones, group)
 
 
 def see_all(
