@@ -61,6 +61,8 @@ def patch_model(model, **options):
     except BaseException:
         _take_out(model, base, before)
         raise
+    if "peft_config" in vars(model):  # an adapter that was there before warns, too, when it is saved alone
+        model.peft_config = model.peft_config
     return model
 
 

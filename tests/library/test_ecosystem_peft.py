@@ -167,6 +167,11 @@ def with_trained_gates(model):
     return model
 
 
+def patched_inside(model):
+    patch_model(model.get_base_model(), **OPTIONS)
+    return model
+
+
 LOSSES = {  # what is in no file once PEFT has saved
     "own": (lambda folder, plain: peft.get_peft_model(learned(plain), lora()), {"gate", "start_memory", "keep_weight"}),
     "own, with gates": (
@@ -177,6 +182,8 @@ LOSSES = {  # what is in no file once PEFT has saved
             save_adapter(peft.get_peft_model(learned(plain), lora()), folder / "first"),
             load_adapter(stock(plain), folder / "first"),
         )[1], {"gate", "key_map"}),
+    "patched under an adapter": (
+        lambda folder, plain: patched_inside(peft.get_peft_model(stock(plain), lora())), {"gate"}),
     "trained beside a LoRA": (
         lambda folder, plain: with_trained_gates(peft.get_peft_model(saved_memory(folder, plain), lora())), {"gate"}),
 }  # fmt: skip
