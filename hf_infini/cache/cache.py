@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
 from ..ops.checks import check_kinds
-from ..ops.layout.base import Layout
 from ..ops.memory import KEEP_SCORES
 from ..ops.rules import RULES
 from ..ops.state import InfiniState
@@ -30,12 +29,13 @@ class InfiniLayer(CacheLayerMixin):
         state: [`InfiniState`], or `None` before the first call. Without gradients, the next token may be written into it in
             place: to keep one, copy it (`copy.deepcopy`).
         columns: tokens passed so far, padding included (what `generate` counts in).
+        left: in the cache of one call ([`InfiniCache.for_call`]), the state after it, or nothing yet; `None` elsewhere. A
+            list: torch.compile does not see that an attribute is set.
     """
 
-    def __init__(self):
+    def __init__(self, state: InfiniState | None = None, columns: int = 0, left: list[InfiniState] | None = None):
         super().__init__()
-        self.state: InfiniState | None = None
-        self.columns = 0
+        self.state, self.columns, self.left = state, columns, left
 
     def advance(self, state: InfiniState, columns: int) -> None:
         """Takes the state after a call of `columns` tokens."""
@@ -46,8 +46,12 @@ class InfiniLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the state is made by the first call."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
-        raise TypeError("an InfiniLayer keeps no keys and values to attend to; the attention leaves its next state.")
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Keeps nothing, and gives what it is given: the attention leaves the next state. TypeError outside of a call of a
+        model with memory."""
+        if self.left is None:
+            raise TypeError("an InfiniLayer keeps no keys and values to attend to; the attention leaves its next state.")
+        return key_states, value_states
 
     def get_seq_length(self) -> int:
         return self.columns
@@ -57,34 +61,6 @@ class InfiniLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.columns + query_length, 0
-
-
-class PendingStates:
-    """The states of the layers with memory before and after one call of the model.
-
-    Every layer takes its state from here and leaves the next one here; [`InfiniCache.advance`] takes these over when all
-    layers are through. So a call that fails changes nothing in the cache, nor does a layer that gradient checkpointing runs
-    a second time. To a layer's own forward this is the cache: it tells how many columns came before (Llama 4 asks), and
-    keeps nothing.
-
-    Attributes:
-        before: the state that each layer continues, by its number; after: those that the layers have left.
-        exchange: gives the layers what other processes have read before this one (context parallelism); `None`: nobody has.
-    """
-
-    exchange: Any = None
-
-    def __init__(self, cache: "InfiniCache"):
-        layers = enumerate(cache.layers)
-        self.before = {number: layer.state for number, layer in layers if isinstance(layer, InfiniLayer)}
-        self.after: dict[int, InfiniState] = {}
-        self.columns = cache.get_seq_length()
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.columns
-
-    def update(self, key: Tensor, value: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        return key, value
 
 
 class InfiniCache(Cache):
@@ -99,9 +75,9 @@ class InfiniCache(Cache):
             `attention="infini"`.
 
     Attributes:
-        text: what is known of the text read, by its names in a memory file: `text_real` `[batch]`, how many of the columns
-            were no padding; `text_end` `[batch, TEXT_END]`, the last ids, −1 before the first (not after a call without
-            ids); `documents`, see [`kept_layers_masks`], of all columns (where padding makes it necessary).
+        text: what is known of the text read, by its names in a memory file: `text_end` `[batch, TEXT_END]`, the last ids, −1
+            before the first and −2 for embeddings; `documents`, see [`kept_layers_masks`], of all columns (where padding
+            makes it necessary).
 
     Raises:
         ValueError: the configuration names no layers with memory.
@@ -158,112 +134,90 @@ class InfiniCache(Cache):
         """The state of the first layer with memory: its tokens_seen and positions hold for all."""
         return next(layer.state for layer in self.layers if isinstance(layer, InfiniLayer))
 
-    def pending_states(self) -> PendingStates:
-        """The states for a call of the model."""
-        return PendingStates(self)
+    def for_call(self) -> Cache:
+        """What the layers with memory are given in one call of the model: they take their states from it, and leave the next
+        ones in it; [`InfiniCache.advance`] takes these over when all layers are through: a call that fails changes nothing
+        here, nor does a layer that gradient checkpointing runs a second time."""
+        layers: Any = self.layers
+        return Cache(layers=[InfiniLayer(e.state, e.columns, []) if isinstance(e, InfiniLayer) else e for e in layers])
+
+    def exchange(self) -> Any:
+        """What gives the layers of one call what other processes have read (context parallelism); `None`: nobody has."""
+        return None
 
     def check_finished(self) -> None:
         """ValueError where a call has failed halfway, and left keys and values in some of the layers of full attention."""
         if len({self.get_seq_length(layer) for layer in range(len(self.layers))}) > 1:
             raise ValueError("a call with this cache has failed halfway: make a new one and read the text again.")
 
-    def advance(self, states: PendingStates, input_ids: Tensor | None, layout: Layout, tokens: int) -> None:
+    def advance(self, of_call: Cache, input_ids: Tensor | None, tokens: int) -> None:
         """Takes over what a call of `tokens` columns has left; `input_ids` `[batch, tokens]`, or `None` for embeddings."""
-        self.advance_layers(states, tokens)
-        self.note_text(input_ids, layout.real, len(layout.tokens_seen), tokens, layout.tokens_seen.device)
+        self.advance_layers(of_call, tokens)
+        state: Any = self.state
+        embedded = state.tokens_seen.new_full((len(state.tokens_seen), tokens), -2)
+        self.note_text(embedded if input_ids is None else input_ids)
 
-    def advance_layers(self, states: PendingStates, tokens: int) -> None:
+    def note_text(self, ids: Tensor) -> None:
+        """Takes the ids `[batch, tokens]` of a call into the `text`."""
+        before = self.text.get("text_end", ids.new_full((len(ids), TEXT_END), -1))
+        self.text["text_end"] = torch.cat([before, ids[:, -TEXT_END:].to(before)], 1)[:, -TEXT_END:]
+
+    def advance_layers(self, of_call: Cache, tokens: int) -> None:
         """Gives the layers that have been called their new states."""
-        layers: Any = self.layers
-        for number, state in states.after.items():
-            layers[number].advance(state, tokens)
-
-    def note_text(self, input_ids: Tensor | None, real: Tensor | None, batch: int, tokens: int, device) -> None:
-        """Takes a call of `[batch, tokens]` into the `text`.
-
-        Args:
-            input_ids: of the call; `None`: embeddings, after which nothing is known of the text's ids.
-            real: `[batch, tokens]` bool, not padding (`None`: all).
-        """
-        count = torch.full((batch,), tokens, device=device) if real is None else real.sum(1)
-        if input_ids is None:
-            self.text.pop("text_end", None)
-        elif "text_end" in self.text or "text_real" not in self.text:
-            before = self.text.get("text_end", input_ids.new_full((batch, TEXT_END), -1))
-            self.text["text_end"] = torch.cat([before, input_ids[:, -TEXT_END:].to(before)], 1)[:, -TEXT_END:]
-        self.text["text_real"] = count + self.text.get("text_real", 0)
+        layers: Any = zip(self.layers, of_call.layers, strict=True)
+        for layer, called in layers:
+            for state in called.left if isinstance(layer, InfiniLayer) else ():
+                layer.advance(state, tokens)
 
     def nbytes(self) -> int:
         """Bytes that the cache holds now."""
         named = (named for layer in self.layers for named in _tensors_of(layer).items())
         return sum(tensor.nbytes for name, tensor in named if not name.startswith("start_"))  # which are the model's
 
-    # --- which ids of a call are new ------------------------------------------------------------------------------------
-
     @check_kinds
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
         """The mask with which `generate()` continues from this cache with only new tokens, for example from a memory file,
         whose ids are gone: `generate(ids, attention_mask=cache.attention_mask(mask), cache=cache)` (before transformers 5.24
-        `past_key_values=cache`).
-
-        With beams or several sequences for each row, repeat the cache (`batch_repeat_interleave`) after this. Without this
-        mask, ids are a whole text, which begins with what the cache has read.
+        `past_key_values=cache`). Without this mask, ids are a whole text, which begins with what the cache has read.
 
         Args:
             attention_mask: `[batch, tokens]` of the new tokens, 1 = real, 0 = padding.
 
         Returns:
-            `[batch, columns + tokens]`, the columns being those that the cache has passed. A row's real tokens are counted
-            and not looked at, so they are put together at the end of these.
-
-        Raises:
-            ValueError: another number of rows than the cache has.
+            `[batch, columns + tokens]`, with 1 for the columns that the cache has passed: it knows itself which of them were
+            padding.
         """
-        if not self.text:
-            return attention_mask
-        real, columns = self._real_of(attention_mask), self.get_seq_length()
-        past = torch.arange(columns, device=real.device) >= columns - real.unsqueeze(1)
-        return torch.cat([past.to(attention_mask), attention_mask], 1)
+        return F.pad(attention_mask, (self.get_seq_length(), 0), value=1)
 
-    def _real_of(self, mask: Tensor) -> Tensor:
-        """`text_real` for the rows of a mask, of which each may have several equal ones here (beams)."""
-        real = self.text["text_real"].to(mask.device)
-        if len(real) % len(mask):
-            check_rows("the mask", len(mask), len(real))
-        return real[:: len(real) // len(mask)]
-
-    def check_past(self, attention_mask: Tensor) -> None:
-        """ValueError where a mask `[rows, columns]` of what has been read has another number of real tokens in a row; in a
-        graph of torch.compile a RuntimeError."""
-        given, counted = (attention_mask != 0).sum(1), self._real_of(attention_mask)
-        if torch.compiler.is_compiling():
-            torch._assert_async((given == counted).all(), "the attention_mask disagrees with what the cache has read.")
-        elif not torch.equal(given, counted):
-            row = int((given != counted).nonzero()[0])
-            raise ValueError(
-                f"row {row} of attention_mask has {int(given[row])} real tokens (1) among the {attention_mask.shape[1]} "
-                f"columns that the cache has passed, but the cache has read {int(counted[row])} of them as real. Mask the "
-                "padding; what generate() has appended after the end of a row is text to the cache."
-            )
-
-    def check_ids(self, input_ids: Tensor, attention_mask: Tensor) -> None:
+    def check_ids(self, input_ids: Tensor) -> None:
         """ValueError unless these ids, `[batch, tokens]`, are more than what has been read, and the same there, as far as
-        `text_end` shows: `generate()` takes ids for a whole text and reads what goes beyond the cache. A mask that is wider
-        than the ids says that all are new. The cache may have several rows for each (beams)."""
+        `text_end` shows: `generate()` takes ids for a whole text and reads what goes beyond the cache. The cache may have
+        several rows for each (beams)."""
         columns, tokens = self.get_seq_length(), input_ids.shape[1]
-        if not columns:
-            return
         begins = F.pad(input_ids[:, :columns], (TEXT_END, 0), value=-1)[:, -TEXT_END:]
         read = self.text.get("text_end", begins[:0])
         begins = begins.repeat_interleave(max(1, len(read) // len(begins)), 0)
-        same = tokens > columns and torch.equal(read, begins.to(read))
-        if not same and attention_mask.shape[1] == tokens:
+        if columns and not (tokens > columns and torch.equal(read, begins.to(read))):
             raise ValueError(
                 f"these {tokens} ids are not the {columns} that the cache has read and new ones after them: give those, or, "
                 "for new ids alone, attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for real "
                 "tokens."
             )
-        self.check_past(attention_mask[:, :columns])
+
+    def check_past(self, attention_mask: Tensor) -> None:
+        """ValueError where a mask `[rows, columns]` of what has been read has fewer real tokens in a row than its document
+        has; in a graph of torch.compile a RuntimeError."""
+        state: Any = self.state
+        given, counted = (attention_mask != 0).sum(1), state.tokens_seen.to(attention_mask.device)
+        if torch.compiler.is_compiling():
+            torch._assert_async((given >= counted).all(), "the attention_mask disagrees with what the cache has read.")
+        elif (fewer := given < counted).any():
+            row = int(fewer.nonzero()[0])
+            raise ValueError(
+                f"row {row} of attention_mask has {int(given[row])} real tokens (1) among the {attention_mask.shape[1]} "
+                f"columns that the cache has passed, but the cache has read {int(counted[row])} of them as real. Mask the "
+                "padding; what generate() has appended after the end of a row is text to the cache."
+            )
 
     # --- memory files -----------------------------------------------------------------------------------------------------
 
@@ -334,7 +288,7 @@ class InfiniCache(Cache):
                 layer.update(own["keys"], own["values"])
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.cumulative_length = columns
-        known = ("text_real", "text_end", "documents")  # earlier versions have another trace of the ids
+        known = ("text_end", "documents")  # earlier versions know more of the text
         cache.text = {name: tensors[name].to(device_of(model)) for name in known if name in tensors}
         return cache
 
@@ -363,12 +317,3 @@ def _tensors_of(layer) -> dict[str, Tensor]:
     if isinstance(layer, InfiniLayer):
         return {} if layer.state is None else layer.state.tensors()
     return {name: getattr(layer, name) for name in ("keys", "values") if getattr(layer, name) is not None}
-
-
-def check_rows(what: str, rows: int, cached: int) -> None:
-    """ValueError unless `what`, such as "the mask", has as many rows as the cache."""
-    if rows != cached:
-        raise ValueError(
-            f"{what} has {rows} rows and the cache {cached}: repeat the cache's rows with batch_repeat_interleave, or "
-            "choose among them with batch_select_indices."
-        )

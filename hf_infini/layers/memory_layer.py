@@ -8,6 +8,7 @@ never larger than a window, however long the text.
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface
 from transformers import initialization as init
+from transformers.cache_utils import Cache
 
-from ..cache.cache import PendingStates
 from ..compat.execution_device import device_of
 from ..compat.swap_class import swap_class
 from ..ops.attention import attend, initial_state
@@ -52,15 +54,17 @@ class SharedInputs(NamedTuple):
     Attributes:
         layout: [`segment_layout`] of the tokens; `None`: all are in one window, from its second place on, and there is no
             memory.
-        states: of the layers, or `None` without a cache.
+        cache: the layers' own for this call ([`InfiniCache.for_call`]), or `None`.
         rotary: the tables of a window's places, by the type of layer (`None`: one for all); empty without rotary positions.
         return_weights: whether the layers return their local weights.
+        exchange: gives the layers what other processes have read before this one (context parallelism); `None`: nobody has.
     """
 
     layout: Any
-    states: PendingStates | None
+    cache: Cache | None
     rotary: dict[str | None, tuple[Tensor, ...]]
     return_weights: bool = False
+    exchange: Any = None
 
 
 class Gate(nn.Module):
@@ -101,10 +105,10 @@ def gates_of(model: nn.Module) -> dict[str, Any]:
 
 class MemoryLayerMixin(nn.Module):
     """A layer's memory; comes before the attention's class, whose forward calls `begin`, its own projections, and the
-    function that `begin` gave. The class has `config` (with [`MemoryOptions`]) and `head_counts`. New are `gate`, a
-    [`Gate`], and the parameters that `first_values` lists."""
+    function that `begin` gave. The class has `options` and `head_counts`. New are `gate`, a [`Gate`],
+    and the parameters that `first_values` lists."""
 
-    config: Any
+    options: Any  # the model's configuration, with [`MemoryOptions`]
     layer_idx: Any  # a number, which only a cache needs
     head_counts: tuple[int, int, int]  # query heads, key/value heads, and the width of one
     gate: Gate
@@ -121,22 +125,22 @@ class MemoryLayerMixin(nn.Module):
     @property
     def rule(self) -> MemoryRule:
         """How the memory is written, read and mixed in."""
-        options = {name: getattr(self.config, name) for name in ("feature_map", "denominator", "keep_score")}
-        if self.config.feature_map == "learned":
+        options = {name: getattr(self.options, name) for name in ("feature_map", "denominator", "keep_score")}
+        if self.options.feature_map == "learned":
             options |= {"feature_map": "exp", "query_map": self.query_map, "key_map": self.key_map}
         return self._rule(**options)
 
     @property
     def _rule(self) -> type[MemoryRule]:
-        return RULES[self.config.update_rule]
+        return RULES[self.options.update_rule]
 
     @property
     def _has_learned_score(self) -> bool:
-        return self.config.kept_tokens > 0 and "learned" in KEEP_SCORES[self.config.keep_score]
+        return self.options.kept_tokens > 0 and "learned" in KEEP_SCORES[self.options.keep_score]
 
     def first_values(self, width: int) -> dict[str, Tensor]:
         """The first value of each parameter beside the gate, by its name; `width`: of the layer's input."""
-        config, (query_heads, heads, size) = self.config, self.head_counts
+        config, (query_heads, heads, size) = self.options, self.head_counts
         values: dict[str, Tensor] = {}
         if config.memory_init == "learned":
             values["start_memory"] = torch.zeros(heads, size, size)
@@ -157,15 +161,15 @@ class MemoryLayerMixin(nn.Module):
         """Makes the parameters, uninitialised. `width`: of the layer's input; options: their `device` and `dtype`."""
         heads, *shape = self.head_counts
         self.gate = Gate(heads, **options).train(self.training)
-        if self.config.memory_init == "noise":
+        if self.options.memory_init == "noise":
             self.register_buffer("start_normaliser", torch.empty(shape, **options))
         for name, value in self.first_values(width).items():
             setattr(self, name, nn.Parameter(torch.empty(value.shape, **options), requires_grad=name != "keep_weight"))
 
     @torch.no_grad()
     def init_memory_parameters(self) -> None:
-        init.constant_(self.gate.weight, self.config.gate_init)
-        if self.config.memory_init == "noise":
+        init.constant_(self.gate.weight, self.options.gate_init)
+        if self.options.memory_init == "noise":
             init.uniform_(self.start_normaliser, 0.0, NOISE)
         for name, value in self.first_values(1).items():  # the same for all numbers of the input
             init.copy_(getattr(self, name), value.expand_as(getattr(self, name)))
@@ -174,9 +178,9 @@ class MemoryLayerMixin(nn.Module):
 
     def start(self) -> dict[str, Tensor]:
         """M_0 and z_0 as [`InfiniState.initial`] takes them; empty for a memory that starts empty."""
-        if self.config.memory_init == "zeros":
+        if self.options.memory_init == "zeros":
             return {}
-        if self.config.memory_init == "noise":
+        if self.options.memory_init == "noise":
             empty = self.start_normaliser.new_zeros(*self.start_normaliser.shape, self.start_normaliser.shape[1])
             return {"start_memory": empty, "start_normaliser": self.start_normaliser}
         if self._rule.normalised:
@@ -188,10 +192,10 @@ class MemoryLayerMixin(nn.Module):
     def begin(self, hidden_states: Tensor, infini: SharedInputs) -> tuple[Tensor, Attend]:
         """The input of the projections, `[batch, tokens, width]`: `hidden_states`, with the short convolution if there is
         one. And the function that attends with what they give, and leaves the layer's next state."""
-        layout, states, rule = infini.layout, infini.states, self.rule
-        state = None if states is None else states.before[self.layer_idx]
-        exchange = None if states is None else states.exchange
-        recent, taps = None if state is None else state.recent_inputs, self.config.memory_conv
+        layout, exchange, rule = infini.layout, infini.exchange, self.rule
+        cached: Any = None if infini.cache is None else infini.cache.layers[self.layer_idx]
+        state = None if cached is None else cached.state
+        recent, taps = None if state is None else state.recent_inputs, self.options.memory_conv
         if taps:
             if recent is None:
                 recent = hidden_states.new_zeros(hidden_states.shape[0], taps - 1, hidden_states.shape[2])
@@ -217,13 +221,13 @@ class MemoryLayerMixin(nn.Module):
                 rule,
                 options,
                 before,
-                return_state=states is not None,
+                return_state=cached is not None,
                 in_place=not torch.is_grad_enabled(),
                 scored=exchange is not None,
             )
             output, after, weights = attend(call)
-            if states is not None and after is not None:
-                states.after[self.layer_idx] = replace(after, recent_inputs=recent)
+            if cached is not None and after is not None:
+                cached.left.append(replace(after, recent_inputs=recent))
             return output, weights if infini.return_weights else None
 
         return hidden_states, attend_with_memory
@@ -242,7 +246,7 @@ class MemoryLayerMixin(nn.Module):
         rates]`; `None`: all weigh 1. `hidden_states`: the input of the projections."""
         if own := {name: getattr(self, name) for name in self._rule.parameters(1, 1)}:
             return self._rule.log_rates(hidden_states, **own)
-        if self.config.memory_write == "equal":
+        if self.options.memory_write == "equal":
             return None
         return F.linear(hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)
 
@@ -251,39 +255,17 @@ def infini_attention_function(
     module, query, key, value, attention_mask, *, attend: Attend, scaling=None, dropout=0.0, softcap=None, **others
 ):
     """The registered attention function: what `attend` gives, its output as `[batch, tokens, heads, head_dim]`."""
-    eager = module.config.of_model._attn_implementation == "eager"
-    output, weights = attend(query, key, value, ScoreOptions(scaling, dropout, eager, softcap))
+    output, weights = attend(query, key, value, ScoreOptions(scaling, dropout, softcap=softcap))
     return output.transpose(1, 2), weights
 
 
 AttentionInterface.register(INTERFACE, infini_attention_function)
 
 
-class LayerConfig:
-    """Forwards to a model's configuration; overrides only `_attn_implementation`. An own forward chooses its attention
-    function by the configuration alone, and layers without a memory share the model's; a copy would not learn of changes."""
-
-    _attn_implementation = INTERFACE
-
-    def __init__(self, of_model):
-        self.of_model = of_model
-
-    def __getattr__(self, name: str):
-        if name == "of_model":  # while a copy is made
-            raise AttributeError(name)
-        return getattr(self.of_model, name)
-
-
-class KeywordlessLayerMixin(nn.Module):
-    """A decoder layer that drops keywords; comes before its own class. Attention with a memory, which looks at no mask, is
-    given `infini` in its place: an argument is there again when gradient checkpointing runs the layer again."""
-
-    own_class: type
-
-    def forward(self, *args, attention_mask=None, infini: SharedInputs | None = None, **kwargs):
-        if any(isinstance(child, InfiniAttentionMixin) for child in self.children()):
-            attention_mask = infini
-        return super().forward(*args, attention_mask=attention_mask, **kwargs)
+def pass_on(layer, args: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A pre-hook of decoder layers that pass no keywords on to their attention: this is given `infini` as its mask, at which
+    attention with a memory does not look."""
+    return args, keywords | {"attention_mask": keywords.get("infini")}
 
 
 class InfiniAttentionMixin(MemoryLayerMixin):
@@ -294,11 +276,13 @@ class InfiniAttentionMixin(MemoryLayerMixin):
     argument_names: Sequence[str]  # of its forward, from the second on
     cache_argument: str  # which of them is the cache
     turning_function: Any = None  # turns a query and a key by rotary positions
+    hook: RemovableHandle  # of [`pass_on`], where the decoder layer needs it
 
-    def swap_in(self, config: LayerConfig, tables: dict[str | None, tuple[Tensor, ...]], dtype: torch.dtype) -> None:
-        """Gives the layer its memory; `tables`: the model's [`InfiniModelMixin.rotary_tables`]; `dtype`: the model's, for a
-        layer whose weights are quantized and its biases in any type."""
-        self.config, heads = config, config.num_attention_heads
+    def swap_in(self, config, tables: dict[str | None, tuple[Tensor, ...]], dtype: torch.dtype) -> None:
+        """Gives the layer its memory; `config`, `dtype`: the model's, the second for a layer whose weights are quantized and
+        its biases in any type; `tables`: its [`InfiniModelMixin.rotary_tables`]."""
+        self.options, self.config, heads = config, copy.copy(config), config.num_attention_heads
+        self.config._attn_implementation = INTERFACE  # by which the own forward chooses its attention function
         width = getattr(self, "head_dim", None) or getattr(self, "head_size", None) or config.hidden_size // heads
         self.head_counts = heads, getattr(config, "num_key_value_heads", None) or heads, width
         self.rotary_type = None if None in tables or not tables else config.layer_types[self.layer_idx]
@@ -310,8 +294,10 @@ class InfiniAttentionMixin(MemoryLayerMixin):
 
     def swap_out(self) -> None:
         """Makes it a layer of the own class again, whatever its memory has learned."""
-        self.config = self.config.of_model
-        for name in (*PARAMETERS, "head_counts", "rotary_type", "turns_states"):
+        self.config = self.options
+        if hasattr(self, "hook"):
+            self.hook.remove()
+        for name in (*PARAMETERS, "hook", "options", "head_counts", "rotary_type", "turns_states"):
             if hasattr(self, name):  # not where the memory could not be added
                 delattr(self, name)
         swap_class(self, self.own_class)
@@ -367,11 +353,11 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         given: dict[str, Any] = {"attention_mask": mask}
         if tables is not None and "position_embeddings" in self.argument_names:
             given["position_embeddings"] = own_form(tuple(table[None, :TEST_TOKENS] for table in tables))
-        config, self.config = self.config, self.config.of_model
+        self.config._attn_implementation = self.options._attn_implementation
         try:
             wanted = super().forward(hidden_states, **given)[0]
         finally:
-            self.config = config
+            self.config._attn_implementation = INTERFACE
         in_one_window = SharedInputs(None, None, {} if tables is None else {self.rotary_type: tables})
         found = type(self).forward(self, hidden_states, infini=in_one_window)[0]
         return float((found - wanted).abs().max()), float(wanted.abs().max())
@@ -397,13 +383,12 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             hidden_states, attend = self.begin(hidden_states, infini)
 
         def attend_rotated(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions):
-            written_out = options.written_out or infini.return_weights
-            return attend(query, key, value, replace(options, written_out=written_out, rotary=rotary))
+            return attend(query, key, value, replace(options, written_out=infini.return_weights, rotary=rotary))
 
         if tables is not None and "position_embeddings" in self.argument_names:
             given["position_embeddings"] = neutral(tables)
-        # The states tell how many columns came before, and keep nothing of keys and values: `attend` does
-        given |= {"attention_mask": None, self.cache_argument: infini.states, "attend": attend_rotated}
+        # The cache tells how many columns came before (Llama 4 asks), and keeps nothing of keys and values: `attend` does
+        given |= {"attention_mask": None, self.cache_argument: infini.cache, "attend": attend_rotated}
         return super().forward(hidden_states, **given)
 
     def _attend_in_one_window(

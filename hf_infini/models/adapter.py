@@ -8,6 +8,7 @@ how to load it.
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ..compat.class_lookups import PREFIX
+from ..compat.peft_saving import UnsavedMemoryWarning, with_saving
 from ..layers.memory_layer import PARAMETERS, gates_of, memory_layers
 from .base import InfiniPreTrainedMixin
 from .patching import patch_model
@@ -54,17 +56,11 @@ def lora_config(model, **options):
         "modules_to_save": [*names, *(options.pop("modules_to_save", None) or ())],
         "target_modules": TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(_own_type(inside)),
     }
-    memory = _memory_of(model) if getattr(inside, "_base_is_plain", False) else None
-
-    class LoraConfigWithMemory(LoraConfig):
-        """Is saved with the memory, where PEFT would find the plain model by the name that it saves."""
-
-        def save_pretrained(self, save_directory, **kwargs):
-            super().save_pretrained(save_directory, **kwargs)
-            if memory is not None:
-                _write_memory(Path(save_directory), *memory)
-
-    return LoraConfigWithMemory(**own | options)
+    config = LoraConfig(**own | options)
+    if not hasattr(inside, "_base_is_plain"):
+        return config
+    record, tensors = _memory_of(model)  # with which it is saved: by its name PEFT would find the plain model
+    return with_saving(config, lambda folder: _write_memory(Path(folder), record, tensors))
 
 
 def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
@@ -91,7 +87,9 @@ def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
     else:
         if [*model.peft_config] != ["default"]:
             raise ValueError(f"one adapter is saved, named 'default'; this model has {', '.join(model.peft_config)}.")
-        model.save_pretrained(folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnsavedMemoryWarning)  # it is saved below
+            model.save_pretrained(folder)
         lora = load((folder / LORA_WEIGHTS).read_bytes())
         lora = {name: tensor.to(dtype or tensor.dtype) for name, tensor in lora.items()}
         save_file(lora, folder / LORA_WEIGHTS, metadata={"format": "pt"})

@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.cache import InfiniCache, check_rows
+from ..cache.cache import InfiniCache
 from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
 from ..compat.execution_device import device_of
 from ..compat.hub_code import HubCodeMixin, ModelBase
+from ..compat.peft_saving import warn_of_unsaved, with_saving
 from ..compat.swap_class import swap_class
 from ..layers.memory_layer import (
+    PARAMETERS,
     TEST_TOKENS,
     InfiniAttentionMixin,
-    KeywordlessLayerMixin,
-    LayerConfig,
     SharedInputs,
+    memory_layers,
+    pass_on,
 )
 from ..ops.checks import check_shapes
 from ..ops.layout.base import Layout
@@ -77,15 +79,33 @@ class InfiniPreTrainedMixin(SavedModelMixin):
         if not isinstance(base, InfiniModelMixin):
             swap_class(base, self.class_with_memory(type(base)))
         base.set_positions()
-        layers, config = decoder_layers(base), LayerConfig(base.config)
-        for layer, _ in layers if base.layers_drop_keywords else ():  # all: FSDP and others look for layers by one class
-            if not isinstance(layer, KeywordlessLayerMixin):
-                swap_class(layer, self.class_with_memory(type(layer)))
+        layers = decoder_layers(base)
         for number in base.config.infini_layers:
-            attention: Any = layers[number][1]  # is made an InfiniAttentionMixin
+            layer, attention = layers[number]
             if not isinstance(attention, InfiniAttentionMixin):
                 swap_class(attention, self.class_with_memory(type(attention)))
-                attention.swap_in(config, base.rotary_tables(1), base.dtype)
+                attention.swap_in(base.config, base.rotary_tables(1), base.dtype)
+                if base.layers_drop_keywords:
+                    attention.hook = layer.register_forward_pre_hook(pass_on, with_kwargs=True)
+
+    def __setattr__(self, name: str, value) -> None:
+        """As usual. `peft_config` is what PEFT sets on a model that it has wrapped: its configurations."""
+        super().__setattr__(name, value)
+        if name == "peft_config":
+            for adapter, config in value.items():
+                value[adapter] = with_saving(config, lambda folder: warn_of_unsaved(self._unsaved_memory(), folder))
+
+    def _unsaved_memory(self) -> set[str]:
+        """The parameters of the memory that are in no file when PEFT has saved its own: it has copied none of them, and they
+        are trained, or the model's name is that of the plain one."""
+        found = set()
+        for layer_name, layer in memory_layers(self).items():
+            for name, parameter in layer.named_parameters():
+                own, path = name.partition(".")[0], f"{layer_name}.{name}".split(".")
+                copied = "modules_to_save" in path or "original_module" in path
+                if own in PARAMETERS and not copied and (parameter.requires_grad or hasattr(self, "_base_is_plain")):
+                    found.add(own)
+        return found
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
@@ -151,18 +171,15 @@ class InfiniModelMixin(ModelBase):
         ids, positions, use_cache = given.get("input_ids"), given.get("position_ids"), given.get("use_cache")
         tokens = tokens_of(ids, given.get("inputs_embeds"))
         masks = {"attention_mask": given.get("attention_mask"), "position_ids": positions, "memory_mask": memory_mask}
-        infini, cache, use_cache = begin_call(self, ids, tokens, given.get(CACHE), use_cache, **masks)
-        layout, states = infini.layout, infini.states
-        given["position_ids"] = self.own_positions(layout, positions, cache)
         tables = self.rotary_tables(self.config.places, device=tokens.device)
-        weights = given.get("output_attentions")
-        weights = self.config.output_attentions if weights is None else weights
-        infini = infini._replace(rotary=tables, return_weights=bool(weights) or self.config._attn_implementation == "eager")
-        mask = self._masks(layout, cache)
+        call = given.get(CACHE), use_cache, given.get("output_attentions")
+        infini, cache, use_cache = begin_call(self, ids, tokens, tables, *call, **masks)
+        given["position_ids"] = self.own_positions(infini.layout, positions, cache)
+        mask = self._masks(infini.layout, cache)
         given |= {"attention_mask": mask, CACHE: cache, "use_cache": use_cache, "infini": infini}
         output = super().forward(**given)
-        if cache is not None and states is not None:
-            cache.advance(states, ids, layout, tokens.shape[1])
+        if cache is not None and infini.cache is not None:
+            cache.advance(infini.cache, ids, tokens.shape[1])
             if use_cache and not isinstance(output, tuple):  # the own forward drops it in training with checkpoints
                 setattr(output, CACHE, cache)
         return output
@@ -229,22 +246,15 @@ def memory_mask_of(config, input_ids: Tensor | None, memory_mask: Tensor | None)
     return ordinary if memory_mask is None else ordinary * memory_mask
 
 
-def check_cache(given) -> None:
-    """ValueError unless `given` is `None` or an [`InfiniCache`] of this copy of the code."""
-    if given is not None and not isinstance(given, InfiniCache):
-        raise ValueError(
-            f"{CACHE} must be an InfiniCache of {InfiniCache.__module__}, and this {type(given).__name__} is of "
-            f"{type(given).__module__}: leave it out with use_cache=True, or pass InfiniCache(model.config)."
-        )
-
-
 def begin_call(
-    model, ids, given: Tensor, cache, use_cache: bool | None, **masks: Tensor | None
+    model, ids, given: Tensor, rotary: dict, cache, use_cache: bool | None, output_attentions: bool | None, **masks
 ) -> tuple[SharedInputs, InfiniCache | None, bool]:
     """What the layers of a model's call share; the call's cache; and whether it is among the outputs.
 
     Args:
         ids: of the tokens, or `None`; given: these, or the embeddings `[batch, tokens, width]`.
+        rotary: as in [`SharedInputs`].
+        use_cache, output_attentions: `None`: as the configuration says, but no cache in training.
         masks: as [`segment_layout`] takes them, but the attention mask may also cover the past.
 
     Raises:
@@ -253,21 +263,31 @@ def begin_call(
     batch, tokens = given.shape[:2]
     if use_cache is None:
         use_cache = model.config.use_cache and not model.training
-    check_cache(cache)
+    if cache is not None and not isinstance(cache, InfiniCache):  # of this copy of the code
+        raise ValueError(
+            f"{CACHE} must be an InfiniCache of {InfiniCache.__module__}, and this {type(cache).__name__} is of "
+            f"{type(cache).__module__}: leave it out with use_cache=True, or pass InfiniCache(model.config)."
+        )
     if cache is None:
         cache = InfiniCache(model.config) if use_cache else None
     elif not torch.compiler.is_compiling():  # a graph would be one for each number of columns
         cache.check_finished()
-    if cache is not None and cache.state is not None:
-        check_rows("this call", batch, len(cache.state.tokens_seen))
+    if cache is not None and cache.state is not None and batch != (rows := len(cache.state.tokens_seen)):
+        raise ValueError(
+            f"this call has {batch} rows and the cache {rows}: repeat the cache's rows with batch_repeat_interleave, or "
+            "choose among them with batch_select_indices."
+        )
     check_shapes(batch, tokens, None, masks["memory_mask"], None)
     masks["memory_mask"] = memory_mask_of(model.config, ids, masks["memory_mask"])
     masks["attention_mask"] = mask_of_call(masks["attention_mask"], batch, tokens, cache)
-    state, states = (None, None) if cache is None else (cache.state, cache.pending_states())
-    if states is not None and states.exchange is not None:
-        state = states.exchange.begin(batch, tokens, given.device, masks)
+    exchange = None if cache is None else cache.exchange()
+    if exchange is not None:
+        exchange.begin(batch, tokens, given.device, masks)
+    state, of_call = (None, None) if cache is None else (cache.state, cache.for_call())
     layout = segment_layout(batch, tokens, *model.config.window, **masks, state=state, device=given.device)
-    return SharedInputs(layout, states, {}), cache, use_cache
+    weights = model.config.output_attentions if output_attentions is None else output_attentions
+    weights = bool(weights) or model.config._attn_implementation == "eager"
+    return SharedInputs(layout, of_call, rotary, weights, exchange), cache, use_cache
 
 
 def mask_of_call(attention_mask: Tensor | None, batch: int, tokens: int, cache: InfiniCache | None) -> Tensor | None:

@@ -12,14 +12,13 @@ from typing import Any
 import transformers
 from transformers import GenerationMixin, GPT2Config, PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from ..compat.cache_name import CACHE
 from ..compat.class_lookups import PREFIX, alias_tokenizer, alias_weights
 from ..compat.hub_code import IS_COPY, carry_code
-from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
+from ..layers.memory_layer import InfiniAttentionMixin
 from .base import InfiniModelMixin, InfiniPreTrainedMixin, with_signature
 from .generation import MemoryGenerationMixin
 from .gpt2 import InfiniGPT2Config, InfiniGPT2ModelMixin
@@ -97,10 +96,7 @@ def infini_config(own: type[PreTrainedConfig]) -> type[FamilyConfigMixin] | type
 
 @functools.cache
 def infini_class(own: type) -> type:
-    """The class with Infini-attention of a family's own attention, base model or model with a head, or of a decoder layer
-    that drops keywords."""
-    if issubclass(own, GradientCheckpointingLayer):  # with the own name, by which others keep such layers in one piece
-        return type(own.__name__, (KeywordlessLayerMixin, own), {"__module__": __name__, "own_class": own})
+    """The class with Infini-attention of a family's own attention, base model or model with a head."""
     if not issubclass(own, PreTrainedModel):
         return _attention_class(own)
     config: Any = own.config_class

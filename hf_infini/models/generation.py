@@ -3,7 +3,6 @@
 from ..cache.cache import InfiniCache
 from ..compat.cache_name import CACHE
 from ..compat.hub_code import ModelBase
-from .base import check_cache
 
 
 class MemoryGenerationMixin(ModelBase):
@@ -12,20 +11,11 @@ class MemoryGenerationMixin(ModelBase):
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         ids, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
-        self._check_cache(ids, model_kwargs.get("attention_mask"), model_kwargs)
+        cache, mask = model_kwargs.get(CACHE), model_kwargs.get("attention_mask")
+        all_new = mask is not None and mask.shape[1] > ids.shape[1]  # as cache.attention_mask(mask) says
+        if isinstance(cache, InfiniCache) and ids.dim() == 2 and not all_new:  # 3: embeddings
+            cache.check_ids(ids)
         return ids, name, model_kwargs
-
-    def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
-        mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
-        self._check_cache(inputs_tensor, mask, model_kwargs)
-        return mask
-
-    def _check_cache(self, input_ids, attention_mask, model_kwargs) -> None:
-        cache = model_kwargs.get(CACHE)
-        if self.config.infini_layers:
-            check_cache(cache)
-        if isinstance(cache, InfiniCache) and attention_mask is not None and input_ids.dim() == 2:  # 3: embeddings
-            cache.check_ids(input_ids, attention_mask)
 
     def init_continuous_batching(self, *args, **kwargs):
         """Every way into continuous batching goes through this one; refused before it allocates pages of keys and values."""
@@ -39,14 +29,6 @@ class MemoryGenerationMixin(ModelBase):
         if self.config.infini_layers:
             return None
         return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
-
-    def _get_stopping_criteria(self, *args, **kwargs):
-        criteria, config = super()._get_stopping_criteria(*args, **kwargs), self.config
-        if len(config.infini_layers) == config.num_hidden_layers and getattr(config, "position_encoding", "") != "learned":
-            for criterion in criteria:
-                if hasattr(criterion, "max_position_embeddings"):
-                    criterion.max_position_embeddings = None  # no reminder of an end that these positions do not have
-        return criteria
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         asked = generation_config.cache_implementation

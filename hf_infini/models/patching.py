@@ -3,11 +3,11 @@
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..compat.swap_class import swap_class
-from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
+from ..layers.memory_layer import InfiniAttentionMixin
 from .base import InfiniPreTrainedMixin
 from .families import infini_class, infini_config
 from .option_checks import InfiniConfigMixin
-from .structure import attention_layers, decoder_layers, decoder_of
+from .structure import attention_layers, decoder_of
 
 
 def patch_model(model, **options):
@@ -61,6 +61,8 @@ def patch_model(model, **options):
     except BaseException:
         _take_out(model, base, before)
         raise
+    if "peft_config" in vars(model):  # an adapter that was there before warns, too, when it is saved alone
+        model.peft_config = model.peft_config
     return model
 
 
@@ -92,11 +94,9 @@ def _take_out(model, base, config) -> None:
     if "_unpatched_embedding" in model.__dict__:
         base.wpe = model.__dict__.pop("_unpatched_embedding").to(model.device, model.dtype)
     model.__dict__.pop("_base_is_plain", None)
-    for layer, attention in decoder_layers(base):
+    for attention in attention_layers(base):
         if isinstance(attention, InfiniAttentionMixin):
             attention.swap_out()
-        if isinstance(layer, KeywordlessLayerMixin):
-            swap_class(layer, layer.own_class)
     _adopt(model, base, lambda kind: getattr(kind, "own_class", kind), config)
 
 

@@ -25,8 +25,8 @@ def backend_of(model: nn.Module, batch: int = 1, tokens: int = 1024) -> dict[str
         like = torch.empty((), device=device_of(layer), dtype=layer.gate.weight.dtype)
         query, key = (like.expand(batch, count, tokens, width) for count in (heads, kv_heads))
         projections = Projections(query, key, key)
-        layout = segment_layout(batch, tokens, *layer.config.window, device=like.device)
-        state = initial_state(projections, layer.config.window, layer.rule)
+        layout = segment_layout(batch, tokens, *layer.options.window, device=like.device)
+        state = initial_state(projections, layer.options.window, layer.rule)
         call = AttentionCall(projections, layer.gate(), layout, layer.rule, ScoreOptions(), state)
         found[name] = choose(call, BACKENDS)[1]
     if not found:

@@ -44,8 +44,9 @@ from torch import Tensor, distributed
 from torch.autograd import Function
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
 
-from ..cache.cache import InfiniCache, PendingStates
+from ..cache.cache import InfiniCache
 from ..compat.cache_name import CACHE
 from ..models.base import memory_mask_of
 from ..ops.attention import GROUP_ELEMENTS
@@ -194,7 +195,7 @@ class ShardCache(InfiniCache):
         self.masks["memory_mask"] = memory_mask_of(config, ids, self.masks["memory_mask"])
         self.masks["position_ids"] = batch.get("position_ids")
         self.text = dict(self.past.text)
-        self.note_text(ids, self.masks["attention_mask"], rows, columns, text.device)
+        self.note_text(text.new_full((rows, columns), -2, dtype=torch.long) if ids is None else ids)
         numbers = text.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         self.rows = hashlib.sha256(numbers).hexdigest()
 
@@ -221,20 +222,19 @@ class ShardCache(InfiniCache):
     def state(self) -> InfiniState | None:
         return self.before
 
-    def pending_states(self) -> PendingStates:
-        states = super().pending_states()
-        states.exchange = self
-        return states
+    def exchange(self) -> "ShardCache":
+        return self
 
-    def advance(self, states: PendingStates, input_ids: Tensor | None, layout, tokens: int) -> None:
+    def advance(self, of_call: Cache, input_ids: Tensor | None, tokens: int) -> None:
         """Keeps for `whole` what the call has left."""
         if not torch.is_grad_enabled():
-            self.advance_layers(states, tokens)
+            self.advance_layers(of_call, tokens)
 
-    # --- what [`PendingStates.exchange`] does for the layers ---------------------------------------------------------------
+    # --- what [`SharedInputs.exchange`] does for the layers ----------------------------------------------------------------
 
-    def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> InfiniState | None:
-        """The state that the layout of a call of `[batch, tokens]` continues; `masks` as [`segment_layout`] takes them."""
+    def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
+        """Finds the state that the layout of a call of `[batch, tokens]` continues; `masks` as [`segment_layout`] takes
+        them."""
         if self.fetch_window is not None:
             raise ValueError("a ShardCache is for one call: make one for each, as shard_rows does.")
         if torch.compiler.is_compiling():
@@ -269,7 +269,6 @@ class ShardCache(InfiniCache):
             if self.rank:
                 recent = short_convolution(inputs + 1, inputs.new_zeros(taps, 1), self.layout_before, recent + 1)[1] - 1
             self.fetch_recent = route(recent[..., 0].long(), taps - 1, tokens, self.group)
-        return self.before
 
     def check_agreement(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
         """ValueError on every rank unless all call the same model on shards of the same shape."""

@@ -170,9 +170,10 @@ def test_infini_is_the_naive_function(position, score, kept, rule, memory):
     x = inputs(tokens=19)
 
     def by_tokens(x):
-        hidden_states, _ = module.begin(x, module.inputs_outside_model(x))
+        shared = module.inputs_outside_model(x)
+        hidden_states, _ = module.begin(x, shared)
         query, key, value = module.project(hidden_states)
-        softmax = module.score_options(query)
+        softmax = module.score_options(shared)
         log_weight = module.log_weight(hidden_states)
         start = module.start() | {"log_weights": 0 if log_weight is None else log_weight.shape[-1]}
         start["normalised"] = rule != "gated_delta"

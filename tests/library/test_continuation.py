@@ -52,8 +52,9 @@ def test_a_mask_whose_past_disagrees_is_refused(model):
         with pytest.raises(ValueError, match=message):
             model.generate(whole, attention_mask=more, past_key_values=unmasked, max_new_tokens=2)
         masked = model(ids, attention_mask=mask, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="row 0 .* has 14 real tokens .* the cache has read 10"):
-        model.generate(whole, past_key_values=masked, max_new_tokens=2)
+        wanted = model.generate(whole, attention_mask=more, past_key_values=copy.deepcopy(masked), max_new_tokens=2)
+        # Without a mask the past is as it was read
+        assert torch.equal(model.generate(whole, past_key_values=masked, max_new_tokens=2), wanted)
 
 
 def test_only_the_users_positions_begin_a_document(model):
@@ -127,7 +128,6 @@ def test_branches_of_a_copied_cache_do_not_meet(model, copied):
             wanted = model(torch.cat([ids, text], 1), use_cache=False).logits[:, 11:]
             torch.testing.assert_close(torch.cat(steps, 1), wanted, rtol=FLOAT32, atol=FLOAT32)
             assert past.get_seq_length() == 19
-            past.check_ids(torch.cat([ids, text, ids], 1), torch.ones(2, 30))
 
 
 @pytest.mark.parametrize("layers", [None, [0]])

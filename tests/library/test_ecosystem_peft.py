@@ -1,6 +1,7 @@
 """An adapter of PEFT and the memory beside it: its modules are what PEFT chooses for the plain model, no way of loading
 leaves the memory out without a word, and both are saved and loaded together."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from transformers import AutoModelForCausalLM, pipeline
 import hf_infini
 from decoders import decoder, token_ids
 from hf_infini import InfiniQwen2ForCausalLM, load_adapter, lora_config, patch_model, save_adapter
-from hf_infini.layers.memory_layer import PARAMETERS
+from hf_infini.compat.peft_saving import UnsavedMemoryWarning
+from hf_infini.layers.memory_layer import PARAMETERS, gates_of
 
 peft = pytest.importorskip("peft", reason="pip install peft")
 
@@ -141,7 +143,97 @@ def test_an_adapter_that_transformers_adds_and_saves_brings_it(plain, tmp_path, 
     monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.19")  # some want what is not released
     model = learned(plain)
     model.add_adapter(lora_config(model))
-    shaken(model).save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnsavedMemoryWarning)
+        shaken(model).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=HINT):
         LOADERS["PeftModel"](tmp_path, plain)
     assert torch.equal(logits(load_adapter(stock(plain), tmp_path)), logits(model))
+
+
+def lora(**options):
+    return peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], **options)
+
+
+def saved_memory(folder, plain):
+    """A model from a folder that has its memory."""
+    learned(plain).save_pretrained(folder / "base")
+    return stock(folder / "base")
+
+
+def with_trained_gates(model):
+    for gate in gates_of(model).values():
+        gate.weight.requires_grad_(True)
+    return model
+
+
+def patched_inside(model):
+    patch_model(model.get_base_model(), **OPTIONS)
+    return model
+
+
+LOSSES = {  # what is in no file once PEFT has saved
+    "own": (lambda folder, plain: peft.get_peft_model(learned(plain), lora()), {"gate", "start_memory", "keep_weight"}),
+    "own, with gates": (
+        lambda folder, plain: peft.get_peft_model(learned(plain), lora(modules_to_save=["gate"])), {"keep_weight"}),
+    "own, gates only": (lambda folder, plain: peft.get_peft_model(BASES["patched"](plain), lora()), {"gate"}),
+    "loaded by our function": (
+        lambda folder, plain: (
+            save_adapter(peft.get_peft_model(learned(plain), lora()), folder / "first"),
+            load_adapter(stock(plain), folder / "first"),
+        )[1], {"gate", "key_map"}),
+    "patched under an adapter": (
+        lambda folder, plain: patched_inside(peft.get_peft_model(stock(plain), lora())), {"gate"}),
+    "trained beside a LoRA": (
+        lambda folder, plain: with_trained_gates(peft.get_peft_model(saved_memory(folder, plain), lora())), {"gate"}),
+}  # fmt: skip
+NO_LOSSES = {
+    "lora_config": lambda folder, plain: adapted(learned(plain)),
+    "gates, all that it has": lambda folder, plain: peft.get_peft_model(
+        BASES["patched"](plain), lora(modules_to_save=["gate"])
+    ),
+    "a base that is saved with its memory": lambda folder, plain: peft.get_peft_model(saved_memory(folder, plain), lora()),
+    "a plain model": lambda folder, plain: peft.get_peft_model(stock(plain), lora()),
+    "unpatched since": lambda folder, plain: peft.get_peft_model(hf_infini.unpatch_model(learned(plain)), lora()),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_what_peft_alone_leaves_out_is_named_when_it_saves(case, plain, tmp_path):
+    make, lost = LOSSES[case]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnsavedMemoryWarning)
+        model = make(tmp_path, plain)
+        save_adapter(model, tmp_path / "both")  # which leaves nothing out
+    with pytest.warns(UnsavedMemoryWarning, match="hf_infini.save_adapter.*hf_infini.lora_config") as found:
+        model.save_pretrained(tmp_path / "adapter")
+    (message,) = (str(each.message) for each in found if each.category is UnsavedMemoryWarning)
+    named = message.partition("beside it: ")[2].partition(" are in no file")[0]
+    assert lost <= {*named.split(", ")} and ("gate" in named) == ("gate" in lost)
+    assert peft.PeftConfig.from_pretrained(tmp_path / "adapter").target_modules == {"q_proj"}
+
+
+def test_a_configuration_for_two_models_warns_for_the_one_with_a_memory(plain, tmp_path):
+    config = lora()
+    patched, other = (peft.get_peft_model(model, config) for model in (learned(plain), stock(plain)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnsavedMemoryWarning)
+        other.save_pretrained(tmp_path)
+    with pytest.warns(UnsavedMemoryWarning):
+        patched.save_pretrained(tmp_path)
+    assert type(config) is peft.LoraConfig
+
+
+@pytest.mark.parametrize("case", NO_LOSSES)
+def test_nothing_is_said_where_nothing_is_lost(case, plain, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnsavedMemoryWarning)
+        NO_LOSSES[case](tmp_path, plain).save_pretrained(tmp_path / "adapter")
+
+
+def test_an_adapter_that_transformers_saves_is_warned_of_too(plain, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.19")
+    model = learned(plain)
+    model.add_adapter(lora())
+    with pytest.warns(UnsavedMemoryWarning, match="gate"):
+        model.save_pretrained(tmp_path)

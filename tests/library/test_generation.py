@@ -217,8 +217,8 @@ def test_a_mask_of_new_ids_has_the_rows_of_the_cache():
     model, mask = infini_gpt2(), torch.ones(2, 5, dtype=torch.long)
     assert torch.equal(InfiniCache(model.config).attention_mask(mask), mask)
     cache = read(model, input_ids=token_ids(1, 20))
-    with pytest.raises(ValueError, match="the mask has 2 rows and the cache 1: repeat the cache's rows"):
-        cache.attention_mask(mask)
+    with pytest.raises(ValueError, match="this call has 2 rows and the cache 1: repeat the cache's rows"):
+        generate(model, input_ids=mask, attention_mask=cache.attention_mask(mask), past_key_values=cache)
 
 
 def test_the_text_is_known_row_by_row(model):

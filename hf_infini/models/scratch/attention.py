@@ -79,7 +79,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             config = CausalMHAConfig(n_embd=d_out, n_head=num_heads, **given)
             if config.attention == "none" or config.position_encoding in IN_EMBEDDING:
                 raise ValueError("attention='none' and 'learned' or 'sinusoidal' positions are a model's: choose others.")
-        self.config = config
+        self.config = self.options = config
         self.layer_idx = layer_idx
         self.num_heads = num_heads
         self.head_dim = d_out // num_heads
@@ -153,7 +153,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             shared = infini or self.inputs_outside_model(hidden_states, position_ids, output_attentions)
             inputs, attend = self.begin(hidden_states, shared)
             query, key, value = self.project(inputs)
-            heads, weights = attend(query, key, value, self.score_options(query, shared))
+            heads, weights = attend(query, key, value, self.score_options(shared))
         elif output_attentions or self.config.score == "additive" or self.config._attn_implementation == "eager":
             _, weights, heads = self.parts(hidden_states, mask=mask, position_ids=position_ids, cache=cache)
         else:
@@ -192,20 +192,23 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         """What a model would have made for this layer; arguments as of `forward`."""
         batch, tokens = hidden_states.shape[:2]
         options = {"position_ids": position_ids, "device": hidden_states.device}
-        return SharedInputs(segment_layout(batch, tokens, *self.config.window, **options), None, {}, return_weights)
+        layout = segment_layout(batch, tokens, *self.config.window, **options)
+        return_weights |= self.config._attn_implementation == "eager"
+        return SharedInputs(layout, None, self.window_tables(hidden_states), return_weights)
 
-    def score_options(self, query: Tensor, infini: SharedInputs | None = None) -> ScoreOptions:
-        """How the windows of `attention="infini"` are computed; `infini` as of `forward`."""
-        rotary = None
-        if self.config.position_encoding == "rope":
-            tables = infini.rotary.get(None) if infini else None
-            tables = tables or rope_tables(self.config.places, self.head_dim, query, self.config.rope_theta)
-            rotary = Rotary(tables)
+    def window_tables(self, like: Tensor) -> dict[str | None, tuple[Tensor, ...]]:
+        """The rotary tables of a window's places, with the dtype and device of `like`; empty without rotary positions."""
+        if self.config.position_encoding != "rope":
+            return {}
+        return {None: rope_tables(self.config.places, self.head_dim, like, self.config.rope_theta)}
+
+    def score_options(self, infini: SharedInputs) -> ScoreOptions:
+        """How the windows of `attention="infini"` are computed."""
         return ScoreOptions(
             scaling=self.head_dim**-0.5 if self.config.score == "scaled_dot" else 1.0,
             dropout=self.dropout.p if self.training else 0.0,
-            written_out=infini is not None and infini.return_weights or self.config._attn_implementation == "eager",
-            rotary=rotary,
+            written_out=infini.return_weights,
+            rotary=Rotary(infini.rotary[None]) if infini.rotary else None,
             query_weight=getattr(self, "score_weight", None),
         )
 

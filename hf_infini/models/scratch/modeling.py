@@ -17,7 +17,6 @@ from transformers.utils.output_capturing import capture_outputs
 from ...cache.cache import InfiniCache
 from ...compat.cache_name import CACHE, takes_either_name
 from ...compat.hub_code import carry_code
-from ...layers.memory_layer import rope_tables
 from ...ops.positions import sinusoidal_encoding
 from ..base import SavedModelMixin, begin_call, check_positions, counted_positions, tokens_of
 from ..generation import MemoryGenerationMixin
@@ -142,11 +141,10 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         infini = None
         if self.config.attention == "infini":
             masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
-            infini, cache, use_cache = begin_call(self, input_ids, embeddings, cache, use_cache, **masks)
-            infini = infini._replace(return_weights=bool(output_attentions))
-            if self.config.position_encoding == "rope":
-                tables = rope_tables(self.config.places, self.config.head_dim, embeddings, self.config.rope_theta)
-                infini = infini._replace(rotary={None: tables})
+            first: Any = self.h[0]
+            tables = first.attn.window_tables(embeddings)
+            call = embeddings, tables, cache, use_cache, output_attentions
+            infini, cache, use_cache = begin_call(self, input_ids, *call, **masks)
             visible: dict[str, Any] = {"infini": infini}
             if position_ids is None:
                 position_ids = counted_positions(infini.layout, cache)
@@ -167,8 +165,8 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         hidden_states = self.drop(self._with_positions(embeddings, position_ids))
         for block in self.h:
             hidden_states = block(hidden_states, output_attentions, position_ids=position_ids, **visible)
-        if infini is not None and infini.states is not None and isinstance(cache, InfiniCache):
-            cache.advance(infini.states, input_ids, infini.layout, embeddings.shape[1])
+        if infini is not None and infini.cache is not None and isinstance(cache, InfiniCache):
+            cache.advance(infini.cache, input_ids, embeddings.shape[1])
         output: dict[str, Any] = {"last_hidden_state": self.ln_f(hidden_states), CACHE: cache if use_cache else None}
         return BaseModelOutputWithPast(**output)
 

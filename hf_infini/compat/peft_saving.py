@@ -1,0 +1,37 @@
+"""PEFT saves what it has made, and asks a model for nothing else that was trained. No version yet makes this needless."""
+
+import copy
+import warnings
+from collections.abc import Callable, Collection
+
+
+class UnsavedMemoryWarning(UserWarning):
+    """PEFT has saved an adapter alone, and what the model's memory has learned is in no file."""
+
+
+def with_saving(config, then: Callable):
+    """A copy of PEFT's configuration that calls `then(folder)` once it is saved, which PEFT does with every adapter; or one
+    that calls something already, as it is."""
+    own = type(config)
+    if hasattr(own, "then"):
+        return config
+
+    def save_pretrained(self, save_directory, **kwargs):
+        own.save_pretrained(self, save_directory, **kwargs)
+        then(save_directory)
+
+    found = copy.copy(config)
+    found.__class__ = type(own.__name__, (own,), {"then": staticmethod(then), "save_pretrained": save_pretrained})
+    return found
+
+
+def warn_of_unsaved(names: Collection[str], folder) -> None:
+    """UnsavedMemoryWarning unless there are no `names` of parameters that are in no file."""
+    if names:
+        warnings.warn(
+            f"PEFT has saved an adapter in {folder} without the memory that the model has beside it: "
+            f"{', '.join(sorted(names))} are in no file. Save both with hf_infini.save_adapter(model, folder), or make the "
+            "configuration with hf_infini.lora_config(model).",
+            UnsavedMemoryWarning,
+            stacklevel=5,
+        )
