@@ -30,6 +30,14 @@ class MemoryGenerationMixin(ModelBase):
             return None
         return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
+    def _get_stopping_criteria(self, *args, **kwargs):
+        criteria, config = super()._get_stopping_criteria(*args, **kwargs), self.config
+        if len(config.infini_layers) == config.num_hidden_layers and getattr(config, "position_encoding", "") != "learned":
+            for criterion in criteria:
+                if hasattr(criterion, "max_position_embeddings"):
+                    criterion.max_position_embeddings = None  # no reminder of an end that these positions do not have
+        return criteria
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         asked = generation_config.cache_implementation
         if self.config.infini_layers and asked not in (None, "dynamic"):
