@@ -254,7 +254,8 @@ def test_every_command_of_the_page_runs(folders, run, tmp_path, monkeypatch):
     page = (Path(hf_infini.__file__).parents[1] / "docs" / "ask.md").read_text("utf-8")
     blocks = re.findall(r"```(?:bash|text)\n(.*?)```", page, re.DOTALL)
     commands = [line.removeprefix("$ ") for line in "".join(blocks).replace("\\\n", "").splitlines() if "hf-infini " in line]
-    assert {line.split()[1] for line in commands} == {one.name or one.callback.__name__ for one in command.app.registered_commands} - {"demo"}
+    known = {one.name or one.callback.__name__ for one in command.app.registered_commands}
+    assert {line.split()[1] for line in commands} == known - {"demo"}
     for line in commands:
         words = ["PLAIN" if word.endswith("Instruct") else word for word in shlex.split(line)[1:]]
         run(*(folders["plain"] if word == "PLAIN" else word for word in words), typed="Who?\n")

@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.utils import logging
 
-from hf_infini import InfiniCache
+from decoders import decoder
+from hf_infini import InfiniCache, patch_model
 from models import FLOAT32, causal_mha, generate, gpt2, infini_gpt2, left_padded, token_ids
 
 VARIANTS = [
@@ -244,3 +246,15 @@ def test_continuous_batching_is_refused_at_once(make, monkeypatch):
         model.init_continuous_batching()
     with pytest.raises(ValueError, match="continuous batching"), model.continuous_batching_context_manager():
         pass
+
+
+def test_no_reminder_of_a_maximum_length_that_positions_do_not_have(caplog):
+    logging.enable_propagation()
+    try:
+        for patched in (True, False):
+            model = decoder("llama", max_position_embeddings=12)
+            model = patch_model(model, segment_length=4) if patched else model
+            generate(model, input_ids=token_ids(1, 10), max_new_tokens=6)
+            assert ("exceeded the model's predefined maximum length" in caplog.text) != patched
+    finally:
+        logging.disable_propagation()
