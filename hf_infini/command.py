@@ -30,7 +30,7 @@ from .tools.reader import Reader
 
 KEPT = Path(HF_HOME) / "hf_infini"  # memory files by the content of a text, and fitted scores by the model
 WINDOW = {"segment_length": 128, "local_segments": 1, "sink_tokens": 4}  # of a plain model without an adapter
-KEPT_TOKENS = 764  # 1,024 places with these
+KEPT_TOKENS = 1788  # 2,048 places with these
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Model = Annotated[str, typer.Argument(help="A causal language model: folder or name on the Hub.")]
