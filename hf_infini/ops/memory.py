@@ -13,9 +13,9 @@ Shapes: `B` batch, `N` segments, `C` tokens in a segment, `K` key/value heads, `
 head's memory, `D` head dimension, `E` value dimension. The heads come before the tokens, so that every product is one of
 contiguous matrices.
 
-Two gradients are written by hand: they make a training step some 4 % faster on a CPU. That of features comes from their own
-result, so that the exponential function, by far the most expensive operation of the memory there, is computed once. Second
-derivatives go through these gradients. g is the gradient of the output, `g_x` that of x.
+One gradient is written by hand, that of features from their own result: the exponential function, by far the most expensive
+operation of the memory on a CPU, is computed once, and a training step is 6 % faster and holds 10 % less. Second derivatives
+go through it. g is the gradient of the output, `g_x` that of x.
 """
 
 import math
@@ -70,24 +70,6 @@ def exp_features(x: Tensor) -> Tensor:
 FEATURE_MAPS = {"elu": elu_features, "exp": exp_features}
 
 
-class Mix(Function):
-    """A = (1 − s) L + s R;  g_L = (1 − s) g,  g_R = s g,  g_s = Σ g (R − L)."""
-
-    @staticmethod
-    def forward(ctx, local, read, share):
-        ctx.save_for_backward(local, read, share)
-        return torch.lerp(local.to(read.dtype), read, share.expand_as(read)).to(local.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        local, read, share = ctx.saved_tensors
-        # It comes from the grid, with the tokens before the heads, and every product of segments would copy it again
-        gradient = gradient.to(read.dtype, memory_format=torch.contiguous_format)
-        to_read = gradient * share
-        to_share = (read - local).mul_(gradient).sum_to_size(share.shape)
-        return (gradient - to_read).to(local.dtype), to_read, to_share
-
-
 def memory_weight(gate: Tensor, mass: Tensor, log_sum: Tensor | None, width: int, eps: float) -> Tensor:
     """The memory's share of the output, of any shape that broadcasts: sigmoid(β), equation 5, without a `log_sum`.
 
@@ -109,7 +91,7 @@ def memory_weight(gate: Tensor, mass: Tensor, log_sum: Tensor | None, width: int
 
 def mix(local: Tensor, read: Tensor, share: Tensor) -> Tensor:
     """(1 − share) · local + share · read, equation 5, computed in the dtype of `read` and returned in that of `local`."""
-    return Mix.apply(local, read, share)
+    return torch.lerp(local.to(read.dtype), read, share).to(local.dtype)
 
 
 def running_sum(

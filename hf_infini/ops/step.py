@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .backends import Attended, AttentionCall
 from .kept import Kept, keep_best
 from .layout.step import StepLayout
 from .memory import KEEP_SCORES, MemoryRule, memory_weight, mix
-from .state import WINDOWS, InfiniState
+from .state import WINDOWS, Attended, AttentionCall, InfiniState
 from .window import ScoreOptions, masked_scores, softmax_weights
 
 
@@ -104,10 +103,10 @@ def _with_segments_complete(rule: MemoryRule, state: InfiniState, layout: StepLa
         mask, dtype = taken_in[:, None, None, :], rows.memory.dtype
         if layout.kept_tokens:
             number = numbers[:, None, None, :, None].expand_as(scores[..., :1])
-            leaving = Kept(keys, values, log_weights, scores, number).map(lambda part: part.transpose(2, 3))
-            before = Kept.of_state(rows, layout.kept_places)
-            choice = keep_best(before, leaving, taken_in.unsqueeze(1), rule.keep_score, layout)
-            kept, (keys, values, log_weights, mask) = choice.kept, choice.evicted()
+            leaving, before = Kept(keys, values, log_weights, scores, number), Kept.of_state(rows, layout.kept_places)
+            _, kept, evicted = keep_best(before, leaving, taken_in.unsqueeze(1), rule.keep_score, layout)
+            keys, values, log_weights, _, number = evicted
+            mask = number[..., 0] >= 0
         written = rule.written(keys.to(dtype), values.to(dtype), log_weights, mask.unsqueeze(-1))
         _, (memory, normaliser) = rule.states(written, rows.memory, rows.normaliser)
         rows = replace(rows.map_windows(layout.shift), memory=memory, normaliser=normaliser)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..state import InfiniState
-from .base import Layout, pad
+from .base import Layout, last_position, pad
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +106,7 @@ def step_layout(
         skipped = None if skipped is None else skipped.masked_fill(restart, False)
         real = torch.ones_like(restart) if real is None else real  # whoever reads the one reads the other
     new = 1 if real is None else real[:, 0].long()
-    after, last_position = seen + new, state.last_position + new
-    if position_ids is not None:
-        given = position_ids[:, 0].long()
-        last_position = given if real is None else torch.where(real[:, 0], given, state.last_position)
+    after = seen + new
 
     slot, empty = ahead + local * length + seen % length, (kept_tokens - left).clamp(min=0)
     waiting = (local - seen // length).clamp(min=0)  # segments of the window that have not begun
@@ -142,7 +139,7 @@ def step_layout(
         kept_tokens=kept_tokens,
         positions=seen.unsqueeze(1),
         tokens_seen=after,
-        last_position=last_position,
+        last_position=last_position(1, real, position_ids, state.last_position),
         real=real,
         restart=restart,
         rows=torch.arange(batch, device=seen.device),

@@ -19,11 +19,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from ...models.scratch.attention import CausalMultiHeadAttention
-from ...ops.attention import BACKENDS
-from ...ops.backends import Attended, AttentionCall, Backend, forced_backend
+from ...ops.attention import attend_grid, forced_backend
 from ...ops.layout.base import GridLayout
 from ...ops.scores import visible_softmax
-from ...ops.state import Projections
+from ...ops.state import Attended, AttentionCall, Projections
 
 INTERFACE = f"inspection of {__name__}"
 FATES = ("none", "sink", "window", "kept", "memory")  # where a token is, by its number
@@ -51,7 +50,7 @@ def caught_parts(config, layers: Mapping[int, nn.Module]) -> Iterator[dict[int, 
 
     def run(call: AttentionCall) -> Attended:
         if not running:
-            return BACKENDS[-1].run(call)
+            return attend_grid(call)
         parts = found[running[0]] = memory_parts(call)
         return parts["heads"].to(call.tokens.value.dtype), None, None
 
@@ -72,7 +71,7 @@ def caught_parts(config, layers: Mapping[int, nn.Module]) -> Iterator[dict[int, 
     for number, module in layers.items():
         hooks.append(module.register_forward_pre_hook(lambda module, args, number=number: running.append(number)))
     try:
-        with forced_backend(Backend("inspection", lambda call: (True, "the parts are kept"), run)):
+        with forced_backend(run):
             yield found
     finally:
         config._attn_implementation = before
@@ -157,7 +156,7 @@ def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor
     state: Any = replace(call.state, **{name: F.pad(getattr(call.state, name), (0, count)) for name in of_values})
     state = state.checked_for(tokens, call.layout.places, call.rule.normalised)
     call = call._replace(tokens=tokens, gate=gate, state=state, rule=Watched(**vars(call.rule)), return_state=True)
-    attended: Any = BACKENDS[-1].run(call)
+    attended: Any = attend_grid(call)
     heads, weights = attended[0].split([value.shape[-1], count], -1)
     return heads, weights, torch.cat([*held, attended[1].memory.unsqueeze(1)], 1).transpose(1, 2)
 

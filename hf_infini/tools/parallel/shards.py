@@ -307,13 +307,15 @@ class ShardStates(PendingStates):
         new_and_old = zip(tokens[1:4], state.windows()[:3], strict=True)
         grids = (None if new is None else layout.delay(layout.to_grid(new, old)) for new, old in new_and_old)
         leaving: Any = [None if grid is None else grid.transpose(2, 3) for grid in grids]
-        taken_in = None if layout.written is None else layout.written[:, :, None]
+        taken_in = layout.written[:, :, None]
         if layout.kept_tokens:
-            keeping, all_segments = KeptInGrid(tokens, layout, rule, state), (layout.written, 0, layout.segments)
-            before, own = keeping.kept, keeping.choose(leaving, *all_segments).kept
-            keeping.kept, reached = self._kept(before, own, rule, reached)
+            keeping = KeptInGrid(tokens, layout, rule, state)
+            before = keeping.kept
+            keeping.choose_all(leaving)
+            keeping.kept, reached = self._kept(before, keeping.kept, rule, reached)
             state = keeping.kept.into(state, layout.kept_places)
-            *leaving, taken_in = keeping.choose(leaving, *all_segments).evicted()
+            *leaving, _, number = keeping.choose_all(leaving)
+            taken_in = number[..., 0] >= 0
         with torch.autocast(tokens.key.device.type, enabled=False):
             memory, normaliser = self._memory(state, (*leaving, taken_in), layout, rule, reached)
         return replace(state, memory=memory, normaliser=normaliser), tokens
@@ -344,13 +346,13 @@ class ShardStates(PendingStates):
             return before, reached
         key, value, log_weight = parted(every, own[:3])
         found = Kept(key, value, log_weight, facts[..., :-1].to(own.score), facts[..., -1:].long())
-        found = found.map(lambda part: part.transpose(0, 1))  # [B, R, places, K, …]
+        rows = before.map(lambda old, new: torch.cat([old, new.movedim(0, 2).flatten(2, 3)], 2), found)  # of all ranks
         # A document goes on from rank to rank until another begins
         document = F.pad((~cache.shard.goes_on).T.cumsum(1), (1, 0))
-        there, places = found.position[:, :, :, 0, 0] >= 0, shares(rule.keep_score, own.position.shape[1])
-        kept_rows, *_ = choose(before, found.score, there, places, (document[:, 1:], document))
-        rows = before.map(lambda old, new: torch.cat([old, new.flatten(1, 2)], 1), found)
-        return rows.taken(kept_rows[:, cache.rank]), reached
+        there, written = before.position[:, 0, :, 0] >= 0, (found.position[:, :, 0, :, 0] >= 0).transpose(0, 1)
+        places = shares(rule.keep_score, there.shape[1])
+        best, _ = choose(rows.score, there, written, places, (document[:, 1:], document))
+        return rows.taken(best[:, cache.rank : cache.rank + 1]).map(lambda part: part.squeeze(1)), reached
 
     def _memory(
         self, state: InfiniState, leaving: Sequence[Any], layout: GridLayout, rule: MemoryRule, reached: Tensor
@@ -414,7 +416,7 @@ def see_all(
     """Adds what the tokens receive from all queries of a call, which attention does on its way."""
     local = layout.local_segments
     queries, keys = layout.to_grid(tokens.query, None), layout.to_grid(tokens.key, state.local_key)
-    first = layout.sinks(keys, state.local_key).expand(-1, layout.segments, -1, -1, -1)
+    first = layout.sinks(tokens.key, state.local_key).expand(-1, layout.segments, -1, -1, -1)
     keys, weights = pad(keys, (0,) * 6 + (local, 0)), queries[:, :1, :, :, 0].numel() * layout.places
     size = max(1, GROUP_ELEMENTS.get(keys.device.type, GROUP_ELEMENTS["cuda"]) // weights)
     for begin in range(0, layout.segments, size):
@@ -422,6 +424,6 @@ def see_all(
         windows = [first[:, begin:end], *(keys[:, begin + shift : end + shift] for shift in range(local + 1))]
         query, key = (part.transpose(2, 3) for part in (queries[:, begin:end], torch.cat(windows, 2)))
         kept = layout.left[:, begin:end].clamp(max=layout.kept_tokens)
-        compared = with_sinks_before(softmax.compared_keys(key, layout.key_places), key, layout, kept, softmax)
+        compared = with_sinks_before(softmax.compared_keys(key, layout.key_places()), key, layout, kept, softmax)
         query = softmax.compared_queries(query, layout.query_places)
         keeping.see(query, compared, layout.window_mask(begin, end), begin, end, softmax)
