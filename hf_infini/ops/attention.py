@@ -26,11 +26,10 @@ from .checks import check_arguments, check_kinds
 from .kept import KeptInGrid, choosable_segments, first_scores, with_kept, with_sinks_before
 from .layout.base import GridLayout
 from .layout.build import segment_layout
-from .layout.step import StepLayout
 from .memory import EPS, KEEP_SCORES, MemoryRule, memory_weight, mix
 from .rules import memory_rule
 from .state import Attended, AttentionCall, InfiniState, Projections
-from .step import attend_step
+from .step import StepLayout, attend_step
 from .window import Rotary, ScoreOptions, window_attention
 
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys

@@ -1,8 +1,7 @@
-"""Infini-attention straight from the equations: first segment by segment, without padding or documents, then token by token
-with every option. Slow, obvious, and the reference of every test: of the code that it judges it uses nothing."""
+"""Infini-attention straight from the equations, token by token, with every option. Slow, obvious, and the reference of every
+test: of the code that it judges it uses nothing."""
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,28 +18,6 @@ from .window import Rotary
 
 EPS = 1e-6
 FEATURE_MAPS = {"elu": lambda x: F.elu(x) + 1, "exp": lambda x: x.clamp(max=30).exp()}
-
-
-def attend_by_segments(
-    segments: Iterable[tuple[Tensor, Tensor, Tensor]], gate: Tensor, update_rule: str = "linear"
-) -> Tensor:
-    """The paper's algorithm (arXiv 2404.07143, section 2): query, key and value of one segment after the other,
-    `[batch, heads, tokens, head_dim]` each, gate `[heads]`; returns the output of all tokens."""
-    share, outputs = torch.sigmoid(gate)[:, None, None], []
-    memory = normaliser = None
-    for query, key, value in segments:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        output = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # equation 2
-        query, key, value = F.elu(query.to(wide)) + 1, F.elu(key.to(wide)) + 1, value.to(wide)  # σ(Q), σ(K), V
-        if memory is None or normaliser is None:  # the first segment finds nothing in the memory
-            memory, normaliser = key.new_zeros(*key.shape[:2], key.shape[3], value.shape[3]), torch.zeros_like(key[:, :, 0])
-        else:
-            read = query @ memory / (query @ normaliser.unsqueeze(-1) + EPS)  # equation 3
-            # Equation 5: (1 − share) · output + share · read
-            output = torch.lerp(output.to(wide), read, share.to(wide)).to(output.dtype)
-        outputs.append(output)
-        memory, normaliser = RULES[update_rule].naive_write(memory, normaliser, key, value, None, EPS)  # equation 4
-    return torch.cat(outputs, 2)
 
 
 @check_kinds

@@ -7,7 +7,7 @@ The *grid* of a row is its list of segments in order, each with `slots` places. 
 first on, so a causal mask inside the segment is all that padding needs. A call that continues a state begins its grid with
 the segments of the window: [`GridLayout`]. Where rows agree and hold one document each, tokens come there by a reshape; with
 padding, packed documents and rows of different lengths, by a gather. One more token for every row needs no grid:
-[`StepLayout`] in step.py.
+[`StepLayout`] in ops/step.py.
 """
 
 import functools
@@ -22,28 +22,11 @@ from torch.nn import functional as F
 from ...options import places_of
 
 
-class _Gather(torch.autograd.Function):
-    """y_j = x_{i(j)}, rows of `[batch, rows, …]` at an index `[batch, places]`, zero at −1, no row taken twice;
-    g_x_i = g_{j(i)} with the inverse index: a gather as well, where autograd's scatter would add atomically.
-    """
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(index, inverse)
-        offsets = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]
-        taken = rows.flatten(0, 1).index_select(0, (index.clamp(min=0) + offsets).flatten())
-        taken = taken.unflatten(0, index.shape)
-        return taken.masked_fill_((index < 0)[(...,) + (None,) * (rows.dim() - 2)], 0)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        index, inverse = ctx.saved_tensors
-        return _Gather.apply(gradient, inverse, index), None, None
-
-
-def gather(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """Rows of `[batch, rows, …]` at `index` `[batch, places]`, zero at −1; `inverse` `[batch, rows]` is the way back."""
-    return _Gather.apply(rows, index, inverse)
+def gather(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows of `[batch, rows, …]` at `index` `[batch, places]`, zero at −1."""
+    first = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]
+    taken = rows.flatten(0, 1).index_select(0, (index.clamp(min=0) + first).flatten()).unflatten(0, index.shape)
+    return taken.masked_fill((index < 0)[(...,) + (None,) * (rows.dim() - 2)], 0)
 
 
 def pad(tensor: Tensor, widths: Sequence[int]) -> Tensor:
@@ -162,8 +145,8 @@ class GridLayout(Layout):
             old = rows.new_zeros(()).expand(self.batch, self.carried, *rows.shape[2:])
             old = old if window is None else window[:, :, begin : self.carried_to].transpose(1, 2)
             rows = torch.cat([old, rows], 1)
-        if self.source is not None and self.target is not None:
-            rows = gather(rows, self.source, self.target)
+        if self.source is not None:
+            rows = gather(rows, self.source)
         else:
             missing = self.segments * self.slots - rows.shape[1]
             if missing:
@@ -173,8 +156,8 @@ class GridLayout(Layout):
     def from_grid(self, grid: Tensor) -> Tensor:
         """`[batch, segments, slots, heads, dim]` back to the new tokens, `[batch, heads, tokens, dim]`; padding is zero."""
         rows = grid.flatten(1, 2)
-        if self.source is not None and self.target is not None:
-            rows = gather(rows, self.target, self.source)
+        if self.target is not None:
+            rows = gather(rows, self.target)
         return rows[:, self.carried : self.carried + self.tokens].transpose(1, 2)
 
     def next_window(self, new: Tensor, window: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 What a layout looks like depends on the data where rows are padded, packed or of different lengths. Outside of a graph of
 torch.compile the values are read back from the device, and the layout is no larger than it must be. Inside of one nothing
-can be read back: there a step, and rows that begin one document each, have sizes that follow from the arguments' shapes; any
-other layout is made outside of the graph.
+can be read back: there a step without positions, and rows that begin one document each, have sizes that follow from the
+arguments' shapes; any other layout is made outside of the graph.
 """
 
 from dataclasses import replace
@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import bool_mask, check_kinds, check_shapes, check_window
+from ..checks import bool_mask, check_shapes, check_window
 from ..state import InfiniState
+from ..step import StepLayout, step_layout
 from .base import GridLayout, last_position, pad
-from .step import StepLayout, step_layout
 
 SegmentLayout = StepLayout | GridLayout
 
 
-@check_kinds
 def segment_layout(
     batch: int,
     tokens: int,
@@ -53,8 +52,9 @@ def segment_layout(
         RuntimeError: a mask with other values than 0 and 1, in a graph.
     """
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
-    graph, step = torch.compiler.is_compiling(), state if tokens == 1 else None  # the state that a step continues
-    if graph and step is None and (position_ids is not None or state is not None):
+    sizes = dict(zip(("segment_length", "local_segments", "sink_tokens", "kept_tokens"), window, strict=True))
+    graph = torch.compiler.is_compiling()
+    if graph and (position_ids is not None or (state is not None and tokens > 1)):
         masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
         return _layout_outside_graph(batch, tokens, *window, **masks, state=state, device=device)
     check_window(*window)
@@ -70,22 +70,20 @@ def segment_layout(
         idle = iter(torch.stack([mask.all() for mask in given]).tolist() if given else ())
         real, memory_mask, restart = (None if mask is None or next(idle) else mask for mask in masks)
         restart = None if restart is None else ~restart
-    if step is not None:
-        return step_layout(batch, window, real, restart, position_ids, memory_mask, step, read_back=not graph)
+    if tokens == 1 and state is not None and restart is None:
+        return step_layout(batch, sizes, real, position_ids, memory_mask, state, read_back=not graph)
     seen = [0] if state is None else state.tokens_seen.tolist()
     if real is None and restart is None and len({*seen}) == 1:
         form = _plain_form(batch, tokens, window, seen[0], device)
     else:
         known = torch.zeros(batch, dtype=torch.long, device=device) if state is None else state.tokens_seen
         form = _indexed_form(batch, tokens, window, real, restart, known, any(seen), device)
-    names = ("segment_length", "local_segments", "sink_tokens", "kept_tokens")
     before = torch.full_like(form["tokens_seen"], -1) if state is None else state.last_position
     last = last_position(tokens, real, position_ids, before)
-    sizes = dict(zip(names, window, strict=True))
     layout = GridLayout(**sizes, **form, batch=batch, tokens=tokens, begun=any(seen), last_position=last)
     sink_rows, next_window = _rows(layout)
     layout = replace(layout, sink_rows=sink_rows, window=next_window)
-    return _with_memory(layout, memory_mask, state, read_back=not graph)
+    return _with_memory(layout, memory_mask, state)
 
 
 _layout_outside_graph = torch.compiler.disable(
@@ -206,7 +204,7 @@ def _rows(layout: GridLayout) -> tuple[Tensor, Tensor]:
     return sink_rows[:, :-1] if layout.source is not None else sink_rows, torch.cat([sink_rows[:, -1], window], 1)
 
 
-def _with_memory(layout: GridLayout, memory_mask: Tensor | None, state: InfiniState | None, read_back: bool) -> GridLayout:
+def _with_memory(layout: GridLayout, memory_mask: Tensor | None, state: InfiniState | None) -> GridLayout:
     """The layout that knows which tokens of the call and of the state's window the memory skips, and how many it holds."""
     batch, device, skipped, next_skipped = layout.batch, layout.tokens_seen.device, None, None
     window, written = None if state is None else state.local_skipped, _leaving(layout)
@@ -227,7 +225,7 @@ def _with_memory(layout: GridLayout, memory_mask: Tensor | None, state: InfiniSt
     # Its strides are those of a new tensor, for torch.cond compares them
     after = (left[:, -1] - layout.kept_tokens).clamp(min=0).clone(memory_format=torch.contiguous_format)
     most_kept = layout.kept_tokens
-    if most_kept and read_back:  # short rows do not attend to empty places
+    if most_kept and not torch.compiler.is_compiling():  # short rows do not attend to empty places
         most_kept = min(most_kept, int(left[:, :-1].max()))
     found = {"skipped": skipped, "next_skipped": next_skipped, "written": written, "left": left, "most_kept": most_kept}
     return replace(layout, memory_tokens=after, **found)
