@@ -97,7 +97,8 @@ def loop(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, segment: int, 
     """Equations 2 to 5 segment after segment, as the paper prints them (section 2); tensors as in [`infini_attention`]."""
     share, outputs = torch.sigmoid(gate)[:, None, None], []
     memory = normaliser = None
-    for query, key, value in zip(*(tensor.split(segment, 2) for tensor in (query, key, value)), strict=True):
+    pieces = zip(*(tensor.split(segment, 2) for tensor in (query, key, value)), strict=True)
+    for query, key, value in pieces:
         wide = torch.promote_types(query.dtype, torch.float32)
         output = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # equation 2
         query, key, value = F.elu(query.to(wide)) + 1, F.elu(key.to(wide)) + 1, value.to(wide)  # σ(Q), σ(K), V
