@@ -26,7 +26,7 @@ from .checks import check_arguments, check_kinds
 from .kept import KeptInGrid, choosable_segments, first_scores, with_kept, with_sinks_before
 from .layout.base import GridLayout
 from .layout.build import segment_layout
-from .memory import EPS, KEEP_SCORES, MemoryRule, memory_weight, mix
+from .memory import EPS, KEEP_SCORES, MemoryRule, mix
 from .rules import memory_rule
 from .state import Attended, AttentionCall, InfiniState, Projections
 from .step import StepLayout, attend_step
@@ -82,7 +82,7 @@ def infini_attention(
             "gated_delta", token by token with features less σ(0) of length one: M = α (M − β k kᵀ M) + β k vᵀ, read as q M.
         feature_map: what makes positive features of the memory's queries and keys: "elu", ELU + 1 (the paper), or "exp".
         denominator: "separate", one for the window and one for the memory (the paper); or "shared", one for both, so that
-            the memory's share also depends on what the token finds: [`memory_weight`].
+            the memory's share also depends on what the token finds: [`mix`].
         local_segments: earlier segments that the softmax sees, 0 in the paper.
         sink_tokens: how many first tokens of its document every query sees by softmax (attention sinks, arXiv 2309.17453);
             the memory never takes them in. Fewer than a segment has; 0 in the paper.
@@ -197,11 +197,8 @@ def attend_grid(call: AttentionCall) -> Attended:
             before, (memory, normaliser) = rule.states(parts, memory, normaliser, start, layout.continues(begin, end))
             found = rule.read(query_features, *before)
             read, mass = (tensor.unflatten(3, (-1, layout.slots)).flatten(2, 3) for tensor in found)
-            log_sum = None if log_sum is None else log_sum.unsqueeze(-1)
-            share = memory_weight(gate, mass, log_sum, width, rule.eps)
-            if state.start_memory is None:  # there is nothing to read where the memory is empty
-                share = share * (left > layout.kept_tokens)[:, :, None, None, None]
-            outputs.append(mix(local, read, share).transpose(2, 3))
+            filled = (left > layout.kept_tokens)[:, :, None, None, None] if state.start_memory is None else None
+            outputs.append(mix(local, (read, mass), gate, log_sum, filled, width, rule.eps).transpose(2, 3))
     output = layout.from_grid(outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
     weights = _weights_per_token(torch.cat(all_weights, 1), layout) if softmax.written_out else None
     if not return_state:
@@ -209,7 +206,7 @@ def attend_grid(call: AttentionCall) -> Attended:
     if keeping is not None:
         tokens, state = keeping.scored(tokens, state)
     state = state.map_windows(lambda window, new: layout.next_window(new, window), tokens)
-    state = state if keeping is None else keeping.kept.into(state, layout.kept_places)
+    state = state if keeping is None else keeping.kept.into(state, layout)
     # Copies, for these are two of many states that the call made, and would keep all of them in memory; with the strides of
     # new tensors also in a batch of one, for torch.cond compares them
     memory, normaliser = (part.clone(memory_format=torch.contiguous_format) for part in (memory, normaliser))

@@ -49,20 +49,21 @@ class Kept(NamedTuple):
     position: Tensor
 
     @classmethod
-    def of_state(cls, state: InfiniState, places: slice) -> "Kept":
-        """What a state keeps in these places of its windows."""
+    def of_state(cls, state: InfiniState, layout: Layout) -> "Kept":
+        """What a state keeps."""
         position: Any = state.kept_position
+        places = slice(layout.sink_tokens, layout.ahead)
         windows: Any = (None if window is None else window[:, :, places] for window in state.windows())
         return cls(*windows, position.unsqueeze(-1))
 
-    def into(self, state: InfiniState, places: slice) -> InfiniState:
-        """The state that keeps this in these places of its windows."""
+    def into(self, state: InfiniState, layout: Layout) -> InfiniState:
+        """The state that keeps this."""
 
         def put(window, kept):
-            sinks = window[:, :, : places.start]
+            sinks = window[:, :, : layout.sink_tokens]
             sinks = torch.zeros_like(sinks) if window is state.local_score else sinks  # they need none
             kept = kept.masked_fill(self.position < 0, 0).to(window.dtype)
-            return torch.cat([sinks, kept, window[:, :, places.stop :]], 2)
+            return torch.cat([sinks, kept, window[:, :, layout.ahead :]], 2)
 
         state = state.map_windows(put, Projections(self.key, *self[:4]))
         return replace(state, kept_position=self.position[..., 0].contiguous())
@@ -152,7 +153,7 @@ class KeptInGrid:
         self, tokens: Projections, layout: GridLayout, rule: MemoryRule, state: InfiniState, scored: bool = False
     ):
         self.layout, self.rule, self.sees = layout, rule, "attention" in KEEP_SCORES[rule.keep_score] and not scored
-        self.kept = Kept.of_state(state, layout.kept_places)
+        self.kept = Kept.of_state(state, layout)
         self.kept = self.kept._replace(score=self.kept.score.detach())
         new: Any = tokens.score
         scores = layout.to_grid(new, state.local_score).detach().transpose(2, 3)

@@ -70,27 +70,34 @@ def exp_features(x: Tensor) -> Tensor:
 FEATURE_MAPS = {"elu": elu_features, "exp": exp_features}
 
 
-def memory_weight(gate: Tensor, mass: Tensor, log_sum: Tensor | None, width: int, eps: float) -> Tensor:
-    """The memory's share of the output, of any shape that broadcasts: sigmoid(β), equation 5, without a `log_sum`.
+def mix(
+    local: Tensor,
+    found: tuple[Tensor, Tensor],
+    gate: Tensor,
+    log_sum: Tensor | None,
+    filled: Tensor | None,
+    width: int,
+    eps: float,
+) -> Tensor:
+    """(1 − s) · local + s · read, equation 5, computed in the dtype of the memory and returned in that of `local`; the
+    memory's share s is sigmoid(β) without a `log_sum`.
 
     With it, window and memory have one denominator: the window's tokens weigh e^s each, as in its softmax, and the memory's
     e^β σ(q)·σ(k) / D, so that one like all others weighs e^β. A query that finds nothing in the memory then leaves it out,
     which a constant share cannot (after LoLCATs, arXiv 2410.10254, section 3.2).
 
     Args:
-        gate: β.
-        mass: σ(q) z, the sum of σ(q)·σ(k) over the memory's tokens.
-        log_sum: log Σ e^s over the window's tokens, or `None`.
-        width: D.
-        eps: of equation 3.
+        local: `[…, H, C, E]`.
+        found: what [`MemoryRule.read`] gives, for these heads: `[…, H, C, E]` and `[…, H, C, 1]`.
+        gate: β, of a shape that broadcasts to these; width: D; eps: of equation 3.
+        log_sum: log Σ e^s over the window's tokens, `[…, H, C]`, or `None`.
+        filled: where the memory holds anything, of a shape that broadcasts likewise; elsewhere s is 0. `None`: everywhere.
     """
-    if log_sum is None:
-        return torch.sigmoid(gate)
-    return torch.sigmoid(gate + (mass + eps).log() - math.log(width) - log_sum)
-
-
-def mix(local: Tensor, read: Tensor, share: Tensor) -> Tensor:
-    """(1 − share) · local + share · read, equation 5, computed in the dtype of `read` and returned in that of `local`."""
+    read, mass = found
+    if log_sum is not None:
+        gate = gate + (mass + eps).log() - math.log(width) - log_sum.unsqueeze(-1)
+    share = torch.sigmoid(gate)
+    share = share if filled is None else share * filled
     return torch.lerp(local.to(read.dtype), read, share).to(local.dtype)
 
 

@@ -115,19 +115,15 @@ class InfiniState:
         value_dim = value.shape[-1]
         dtype = torch.promote_types(key.dtype, torch.float32)
         places = places_of(segment_length, local_segments, sink_tokens, kept_tokens)
-        if start_memory is None and start_normaliser is None:
-            memory = key.new_zeros(batch, heads, head_dim, value_dim, dtype=dtype)
-            normaliser = key.new_zeros(batch, heads, head_dim if normalised else 0, dtype=dtype)
-        elif start_memory is None or start_normaliser is None:
+        if (start_memory is None) != (start_normaliser is None):
             raise ValueError("start_memory and start_normaliser come together: give both or neither.")
-        else:
-            memory = start_memory.to(dtype).expand(batch, heads, head_dim, value_dim)
-            normaliser = start_normaliser.to(dtype).expand(batch, heads, -1)
+        memory = key.new_zeros(head_dim, value_dim) if start_memory is None else start_memory
+        normaliser = key.new_zeros(head_dim if normalised else 0) if start_normaliser is None else start_normaliser
         # One zero, seen as a whole window: a call that reads no window and keeps no state pays for none.
         zero = key.new_zeros(1)
         return cls(
-            memory=memory,
-            normaliser=normaliser,
+            memory=memory.to(dtype).expand(batch, heads, -1, -1),
+            normaliser=normaliser.to(dtype).expand(batch, heads, -1),
             local_key=zero.expand(batch, heads, places, head_dim),
             local_value=value.new_zeros(1).expand(batch, heads, places, value_dim),
             local_log_weight=zero.expand(batch, heads, places, log_weights) if log_weights else None,

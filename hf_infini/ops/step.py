@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from .kept import Kept, keep_best
 from .layout.base import Layout, last_position, pad
-from .memory import KEEP_SCORES, MemoryRule, memory_weight, mix
+from .memory import KEEP_SCORES, MemoryRule, mix
 from .state import WINDOWS, Attended, AttentionCall, InfiniState
 from .window import ScoreOptions, masked_scores, softmax_weights
 
@@ -33,7 +33,7 @@ class StepLayout(Layout):
         seen: the part of the window that any row sees; visible: `[batch, 1, 1, places of it]` bool, what each row sees of
             it; unkept: the same without kept tokens; `None`: the same.
         turned: as what places its keys are turned, `[batch, places of it]`: sinks come right before what is kept; or `seen`.
-        filled: `[batch, 1, 1]` bool, whether the memory holds any token of the row's document.
+        filled: `[batch, 1, 1, 1]` bool, whether the memory holds any token of the row's document.
         completing: `[batch]` bool, whether the row's segment is complete with this token; `None`: no row's.
         complete_rows: the numbers of those rows; `None`: not known.
         oldest_numbers: `[batch, L]`, the numbers, in their document, of the tokens of the window's oldest segment; taken_in:
@@ -147,7 +147,7 @@ def step_layout(
         visible=visible[:, None, None],
         unkept=unkept,
         turned=turned,
-        filled=(left > kept_tokens)[:, None, None],
+        filled=(left > kept_tokens)[:, None, None, None],
         completing=None if read_back and complete_rows is None else completing,
         complete_rows=complete_rows,
         oldest_numbers=numbers,
@@ -198,11 +198,8 @@ def attend_step(call: AttentionCall) -> Attended:
         queries = queries.unflatten(1, (kv_heads, heads_per_key)).squeeze(3)  # [B, K, R, D]
         found = rule.read(queries.unsqueeze(1), state.memory.unsqueeze(1), state.normaliser.unsqueeze(1))
         read, mass = (tensor.flatten(1, 3).unsqueeze(2) for tensor in found)  # [B, H, 1, E or 1]
-        log_sum = None if log_sum is None else log_sum.unsqueeze(-1)
-        share = memory_weight(gate.to(dtype)[None, :, None, None], mass, log_sum, width, rule.eps)
-        if state.start_memory is None:
-            share = share * layout.filled.unsqueeze(-1)
-        output = mix(output, read, share)
+        filled = layout.filled if state.start_memory is None else None
+        output = mix(output, (read, mass), gate.to(dtype)[:, None, None], log_sum, filled, width, rule.eps)
         state = _with_segments_complete(rule, state, layout)
     if layout.real is not None:
         output = output.masked_fill(~layout.real[:, :, None, None], 0)
@@ -232,14 +229,14 @@ def _with_segments_complete(rule: MemoryRule, state: InfiniState, layout: StepLa
         mask, dtype = taken_in[:, None, None, :], rows.memory.dtype
         if layout.kept_tokens:
             number = numbers[:, None, None, :, None].expand_as(scores[..., :1])
-            leaving, before = Kept(keys, values, log_weights, scores, number), Kept.of_state(rows, layout.kept_places)
+            leaving, before = Kept(keys, values, log_weights, scores, number), Kept.of_state(rows, layout)
             _, kept, evicted = keep_best(before, leaving, taken_in.unsqueeze(1), rule.keep_score, layout)
             keys, values, log_weights, _, number = evicted
             mask = number[..., 0] >= 0
         written = rule.written(keys.to(dtype), values.to(dtype), log_weights, mask.unsqueeze(-1))
         _, (memory, normaliser) = rule.states(written, rows.memory, rows.normaliser)
         rows = replace(rows.map_windows(layout.shift), memory=memory, normaliser=normaliser)
-        rows = rows if kept is None else kept.into(rows, layout.kept_places)
+        rows = rows if kept is None else kept.into(rows, layout)
         return tuple(getattr(rows, name) for name in old)
 
     def compute():

@@ -75,10 +75,6 @@ class Layout:
         """Places before those of the segments."""
         return self.sink_tokens + self.kept_tokens
 
-    @property
-    def kept_places(self) -> slice:
-        return slice(self.sink_tokens, self.ahead)
-
     def to(self, device: torch.device, non_blocking: bool = False) -> "Layout":
         """The layout on another device: accelerate asks for it where a model's layers are on several."""
         if torch.device(device) == self.positions.device:

@@ -313,7 +313,7 @@ class ShardStates(PendingStates):
             before = keeping.kept
             keeping.choose_all(leaving)
             keeping.kept, reached = self._kept(before, keeping.kept, rule, reached)
-            state = keeping.kept.into(state, layout.kept_places)
+            state = keeping.kept.into(state, layout)
             *leaving, _, number = keeping.choose_all(leaving)
             taken_in = number[..., 0] >= 0
         with torch.autocast(tokens.key.device.type, enabled=False):
