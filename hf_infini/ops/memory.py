@@ -187,11 +187,11 @@ class MemoryRule:
 
         Args:
             key: `[B, N, K, C, D]`; value: `[B, N, K, C, E]`; log_weight: `[B, N, K, C, rates]`; `None`: zeros.
-            mask: which tokens are written, of a shape that broadcasts to `[B, N, K, C, 1]`; `None`: all.
+            mask: bool, which tokens are written, of a shape that broadcasts to `[B, N, K, C, 1]`; `None`: all.
         """
         key = mapped(key, self.key_map)
-        features = self.features(key if log_weight is None else key + log_weight.to(key.dtype))
-        return features if mask is None else features * mask, value, None  # σ(0) is not zero
+        key = key if log_weight is None else key + log_weight.to(key.dtype)
+        return self.features(key if mask is None else key.masked_fill(~mask, -torch.inf)), value, None  # σ(−∞) = 0
 
     def states(
         self,

@@ -359,12 +359,13 @@ class ShardStates(PendingStates):
     ) -> tuple[Tensor, Tensor]:
         """M and z that the ranks before this one leave, `[B, K, D, E]` and `[B, K, D]`; `leaving`: keys, values, log
         weights of what leaves the window here, `[B, N, K, C, …]`, and which of it the memory takes in, `[B or 1, N, K or 1,
-        C]` bool or `None`."""
+        C]` bool."""
         cache, goes_on = self.cache, self.cache.shard.goes_on.to(state.memory.dtype)
         memory, normaliser, (start_memory, start_normaliser) = state.memory, state.normaliser, state.start()
-        wide: Any = (None if part is None else part.to(memory.dtype) for part in leaving)
-        key, value, log_weight, mask = wide
-        own_features, _, log_rates = rule.written(key, value, log_weight, None if mask is None else mask.unsqueeze(-1))
+        *parts, mask = leaving
+        wide: Any = (None if part is None else part.to(memory.dtype) for part in parts)
+        key, value, log_weight = wide
+        own_features, _, log_rates = rule.written(key, value, log_weight, mask.unsqueeze(-1))
         continues = layout.continues(0, layout.segments)
         begins = 1 - goes_on[cache.rank, :, None, None]
         features = own_features
