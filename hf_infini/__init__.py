@@ -11,7 +11,8 @@ Rooms, from the bottom up; imports go down only:
     cache/       what a model keeps between two calls, and memory files
     layers/      an attention layer with a memory, and the swap of a decoder's own
     models/      families, patching, the from-scratch model, generation, adapters
-    tools/       training, metrics, lm-eval, inspection, context parallelism: imported by name
+    tools/       training, metrics, lm-eval, inspection, context parallelism, reading: imported by name
+    command.py   the command hf-infini
 
 The scripts are in recipes/.
 """
@@ -32,6 +33,7 @@ from .ops.attention import infini_attention
 from .ops.naive import naive_infini_attention
 from .ops.state import InfiniState
 from .tools.backends import backend_of
+from .tools.estimate import estimate
 from .tools.inspection import inspect_attention
 from .tools.keep_score import fit_keep_score
 
@@ -54,6 +56,7 @@ __all__ = [
     "InfiniState",
     "backend_of",
     "cache_bytes",
+    "estimate",
     "fit_keep_score",
     "infini_attention",
     "inspect_attention",

@@ -4,18 +4,15 @@
     python recipes/generate.py --model runs/infini --prompt_file livro.txt --max_new_tokens 200
     python recipes/generate.py --model runs/infini --prompt "O rio" "A serra" --json true
     cat livro.txt | python recipes/generate.py --model runs/infini
-    python recipes/generate.py --model runs/infini --memory livro.safetensors --prompt " O autor" " No fim"
 
 Standard output receives only the text (with --json one object per continuation), standard error everything else: before
 each continuation the end of its prompt, in lines that begin with ">" (--json has it in its objects). A single continuation
 appears while it is made. A prompt longer than --chunk is read in pieces into the model's cache. A model with learned
 positions takes prompts up to its context, others take any length.
 
-With --memory, a file that recipes/memorize.py wrote, every prompt continues that text, with the logits that text and
-prompt together would give. The two are tokenised apart: begin the prompt with the space or line break that belongs between.
+What was read of a long text once is asked by the command `hf-infini` (ask, read, continue).
 """
 
-import copy
 import json
 import sys
 from dataclasses import dataclass, field
@@ -36,7 +33,6 @@ class Options:
         None, "One or more prompts; without --prompt_file too, standard input is read.", group="prompt"
     )
     prompt_file: str | None = option(None, "UTF-8 file with the prompt.")
-    memory: str | None = option(None, "Memory file by recipes/memorize.py: the text that the prompts continue.")
     max_new_tokens: int = option(
         100, "Tokens to add at most; an end-of-text token ends a text before that.", greater_than=0, group="continuation"
     )
@@ -52,11 +48,10 @@ class Options:
         1.0, "Above 1, tokens already in prompt or continuation become less likely.", greater_than=0
     )
     seed: int = option(0, "Seed of sampling.", **SEED)
-    chunk: int = option(4096, "Tokens of the prompt per call of the model; with --memory, a prompt is read at once.",
-                        greater_than=0, group="machine")  # fmt: skip
+    chunk: int = option(4096, "Tokens of the prompt per call of the model.", greater_than=0, group="machine")
     batch_size: int = option(8, "Prompts per call of the model.", greater_than=0)
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
-    dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and cache; with --memory, the memory's.")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and cache.")
     json: bool = option(
         False, "Print objects with prompt, text and the number of new tokens, one per line.", group="output"
     )
@@ -77,12 +72,10 @@ def main(argv: list[str] | None = None) -> None:
 
     from corpora.tokenization import encode_texts
     from evaluation import inference
-    from hf_infini.compat.cache_name import CACHE
     from hf_infini.options import context_limit
 
     model, tokenizer = inference.load_model(options.model, options.device, options.adapter)
     model = model.to(getattr(torch, options.dtype))
-    memory = None if options.memory is None else load_memory(options.memory, model)
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # any will do, as padding is never looked at
     if tokenizer.pad_token is None:
@@ -91,6 +84,7 @@ def main(argv: list[str] | None = None) -> None:
         logging.set_verbosity_error()  # transformers warns of lengths beyond n_positions, which limits nothing here
     set_seed(options.seed)
     arguments = {"use_cache": True, "num_beams": 1, "num_return_sequences": 1}  # whatever the model's generation config says
+    arguments["prefill_chunk_size"] = options.chunk
     arguments |= {name: getattr(options, name) for name in ("max_new_tokens", "do_sample", "repetition_penalty")}
     if options.do_sample:
         given = {name: getattr(options, name) for name in SAMPLING}
@@ -102,21 +96,10 @@ def main(argv: list[str] | None = None) -> None:
     encoded = [ids.tolist() for ids in encode_texts(tokenizer, prompts, split_special_tokens=False)]
     for start in range(0, len(prompts), options.batch_size):
         batch, tokens = (given[start : start + options.batch_size] for given in (prompts, encoded))
-        if memory is None:
-            # A model continues at least one token: an empty prompt is the beginning of a text, after the end of another
-            tokens = [ids or [tokenizer.eos_token_id] for ids in tokens]
-        elif not all(tokens):
-            raise UserError("with --memory a prompt needs at least one token: the memory has read its text to the end")
-        inputs, seen = tokenizer.pad({"input_ids": tokens}, return_tensors="pt").to(model.device), 0
-        if memory is None:
-            arguments["prefill_chunk_size"] = options.chunk
-        else:
-            cache = copy.deepcopy(memory)
-            cache.batch_repeat_interleave(len(batch))
-            seen = cache.get_seq_length()
-            inputs["attention_mask"] = cache.attention_mask(inputs["attention_mask"])
-            arguments[CACHE] = cache
-        inference.check_length(model.config, seen + inputs["input_ids"].shape[1] + options.max_new_tokens)
+        # A model continues at least one token: an empty prompt is the beginning of a text, after the end of another
+        tokens = [ids or [tokenizer.eos_token_id] for ids in tokens]
+        inputs = tokenizer.pad({"input_ids": tokens}, return_tensors="pt").to(model.device)
+        inference.check_length(model.config, inputs["input_ids"].shape[1] + options.max_new_tokens)
         if streaming:
             show_prompt(prompts[0])
         output = model.generate(**inputs, **arguments, pad_token_id=tokenizer.pad_token_id)
@@ -149,17 +132,6 @@ def show_prompt(prompt: str) -> None:
     """Prints the end of a prompt on standard error, each line after a ">"."""
     text = prompt if len(prompt) <= SHOWN else f"… {prompt[-SHOWN:]}"
     print("\n".join(f"> {line}" for line in text.split("\n")), file=sys.stderr, flush=True)
-
-
-def load_memory(file: str, model):
-    """The cache of a memory file of one text."""
-    from hf_infini import InfiniCache
-
-    memory = InfiniCache.from_pretrained(file, model)
-    rows = len(memory.state.tokens_seen)
-    if rows > 1:
-        raise UserError(f"--memory: {file} holds {rows} texts; keep one of them with InfiniCache.batch_select_indices")
-    return memory
 
 
 if __name__ == "__main__":

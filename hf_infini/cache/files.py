@@ -133,7 +133,7 @@ def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
     if version != FORMAT_VERSION:
         raise MemoryFileError(
             f"{path} has format version {version!r}, and this version of hf_infini reads {FORMAT_VERSION}: have this one "
-            "read the text (recipes/memorize.py), or use the one that wrote the file."
+            "read the text (hf-infini read), or use the one that wrote the file."
         )
     if record.pop("sha256", None) != _checksum(record, tensors):
         raise MemoryFileError(f"{path} is damaged: its content is not what was written (the checksums differ).")
@@ -153,7 +153,7 @@ def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
         different = (f"{name} is {written.get(name)!r} in the file and {given.get(name)!r} in the model" for name in names)
         raise MemoryFileError(
             f"{path} holds the memory of another model: {'; '.join(different)}. A memory means nothing to other weights: "
-            "load the model that wrote it, or have this one read the text (recipes/memorize.py)."
+            "load the model that wrote it, or have this one read the text (hf-infini read)."
         )
 
 

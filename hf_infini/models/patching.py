@@ -48,7 +48,7 @@ def patch_model(model, **options):
     known = config_class.own_options()
     if unknown := set(options) - set(known):
         raise ValueError(f"unknown options {', '.join(sorted(unknown))}; patch_model takes {', '.join(known)}.")
-    config = _convert(model.config, config_class, **options)
+    config = convert_config(model.config, config_class, **options)
     attention_layers(base)  # or a ValueError, before anything is changed
     before = model.config
     model.__dict__["_base_is_plain"] = True  # what its name leads to: see adapter.py
@@ -83,7 +83,7 @@ def unpatch_model(model):
         raise ValueError(
             "this model was built with position_encoding='rope': it has no position embedding, and a plain GPT-2 needs one."
         )
-    _take_out(model, base, _convert(model.config, model.own_class.config_class))
+    _take_out(model, base, convert_config(model.config, model.own_class.config_class))
     return model
 
 
@@ -100,7 +100,7 @@ def _take_out(model, base, config) -> None:
     _adopt(model, base, lambda kind: getattr(kind, "own_class", kind), config)
 
 
-def _convert(config, config_class, **options):
+def convert_config(config, config_class, **options):
     """The values of `config` in another class, with `options` on top."""
     infini = config_class if issubclass(config_class, InfiniConfigMixin) else type(config)
     own = {"model_type", "transformers_version", "architectures", "auto_map", *infini.own_options()}

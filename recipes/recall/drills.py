@@ -5,12 +5,9 @@ rows teach the step before: that what followed something once will follow it aga
 memory). Shapes and positions as in [`examples`].
 """
 
+import functools
 import random
-import re
 from collections.abc import Callable
-from pathlib import Path
-
-import yaml
 
 from .examples import WORDING, Document, DoesNotFit, Encode, Example, Question
 from .filler import Filler
@@ -18,9 +15,6 @@ from .filler import Filler
 TOKENS_PER_CODE = 64  # a row of 1,024 tokens has up to 16 people
 GAP = 40  # a row of n tokens has up to n / 40 tokens between two sentences
 FRESH, ECHO = (10, 50), (8, 24)  # tokens of a piece of new text, and of one that comes again
-TOKENS_PER_FORM = 280  # a row of 1,700 tokens states six facts of many forms
-FORMS: dict[str, dict] = yaml.safe_load(Path(__file__).with_name("forms.yaml").read_text(encoding="utf-8"))
-SYLLABLES = "ba ce di fo gu la me ni po ru sa te vi zo xa lu mo ra pe ki".split()
 KNOWN_FROM = 2  # an echo can be known for one from its third token on
 
 
@@ -90,44 +84,16 @@ def echo_row(rng: random.Random, decode: Callable[..., str], filler: Filler, len
 
 
 def forms_row(rng: random.Random, encode: Encode, filler: Filler, length: int, language: str = "pt") -> Example:
-    """Real text with invented facts of many forms (`forms.yaml`), all of which are asked for at its end.
+    """Real text with invented facts of many forms, all of which are asked for at its end: [`asking_row`].
 
     Raises [`DoesNotFit`] when the facts and their questions are longer.
     """
-    facts = [invented_fact(rng, language) for _ in range(max(1, length // TOKENS_PER_FORM))]
-    pieces = encode([".\n", *(piece for start, answer in facts for piece in (f"\n{start}", f" {answer}"))])
-    stop, pairs = pieces[0], list(zip(pieces[1::2], pieces[2::2], strict=True))
-    room = length - sum(2 * len(start) + 2 * len(answer) + 2 * len(stop) for start, answer in pairs) + len(stop)
-    if room < 0:
-        raise DoesNotFit(f"{len(facts)} facts and their questions take {length - room} tokens, more than {length}")
-    text, document, stated, place = filler.take(rng, room), Document(), [], 0
-    for (start, answer), end in zip(pairs, sorted(rng.randint(0, room) for _ in pairs), strict=True):
-        stated.append(document.add(text[place:end], start, answer))
-        document.add(stop)
-        place = end
-    document.add(text[place:])
-    questions = []
-    for number in rng.sample(range(len(facts)), len(facts)):
-        asked = document.add(*pairs[number])
-        questions.append(Question("form", facts[number][1], stated[number], asked))
-        if len(questions) < len(facts):
-            document.add(stop)
-    return Example(document.tokens(), tuple(questions))
+    import numpy as np
 
+    from hf_infini.tools.asking_rows import asking_row
 
-def invented_fact(rng: random.Random, language: str) -> tuple[str, str]:
-    """The beginning of a sentence, and what it ends with."""
-    words = FORMS[language]
-
-    def drawn(match: re.Match) -> str:
-        kind = match[1]
-        if kind.isdigit():
-            return str(rng.randrange(10 ** (int(kind) - 1), 10 ** int(kind)))
-        if kind == "word":
-            return "".join(rng.choice(SYLLABLES) for _ in range(rng.randint(2, 4))).capitalize()
-        if kind == "code":
-            return "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(2)) + str(rng.randrange(100, 10_000))
-        return rng.choice(words[kind])
-
-    start, answer = (re.sub(r"{(\w+)}", drawn, part) for part in rng.choice(words["forms"]))
-    return start, answer
+    try:
+        row, asked = asking_row(rng, encode, functools.partial(filler.take, rng), length, language)
+    except ValueError as error:
+        raise DoesNotFit(str(error)) from error
+    return Example(np.asarray(row, dtype=np.int64), tuple(Question("form", *question) for question in asked))

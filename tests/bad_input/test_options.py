@@ -16,7 +16,6 @@ NEEDED = {
     "evaluate_model": ["--model", "x"],
     "generate": ["--model", "x"],
     "inspect_heads": ["--model", "x"],
-    "memorize": ["--model", "x", "--text", "x", "--out", "x"],
     "mqar": ["--out", "x"],
     "ngram_baseline": ["--data", "x"],
     "prepare": ["--source", "x", "--out", "x"],
@@ -88,7 +87,7 @@ WORDS = {
     "set of broken YAML": ("study", ["--data", "x", "--set", "train.seed=[1"], ["--set train.seed=[1", "not valid YAML"], 1),
 }
 DEVICES = {"benchmark": [], "generate": ["--prompt", "x"], "inspect_heads": ["--out", "y"], "model_card": ["--out", "y"]}
-DEVICES |= dict.fromkeys(("evaluate_model", "memorize"), ["--text", "text"])
+DEVICES["evaluate_model"] = ["--text", "text"]
 for name, more in DEVICES.items():
     WORDS[f"device of {name}"] = name, [*more, "--device", "cuda:77"], ["--device: cannot use cuda:77", "give cpu"], 1
 

@@ -11,11 +11,10 @@ from bad_input import contents, refused
 from running import load_recipe
 from small_runs import remove, small_data, small_run, stopped_run, training
 
-NAMES = ("train", "evaluate_model", "memorize", "model_card", "study", "prepare", "prepare_recall")
+NAMES = ("train", "evaluate_model", "model_card", "study", "prepare", "prepare_recall")
 CARD = ["--language", "en", "--data_license", "none", "--prompt", "To"]
 OPTIONS = {
-    "generate": ["--model", "--prompt_file", "--memory"],
-    "memorize": ["--model", "--text"],
+    "generate": ["--model", "--prompt_file"],
     "evaluate_model": ["--model", "--data", "--text"],
     "train": ["--data", "--init_from", "--dilute_with"],
     "model_card": ["--run", "--notes"],
@@ -30,7 +29,6 @@ def words_of(name: str, base, out) -> list:
     return {
         "train": training(data, out),
         "evaluate_model": ["--model", run, "--data", data, "--out", out],
-        "memorize": ["--model", run, "--text", data.parent / "text.jsonl", "--out", out],
         "model_card": ["--run", run, "--out", out, *CARD],
         "study": ["--runs", run, "--data", data, "--out", out],
         "prepare": ["--source", data.parent / "text.jsonl", "--tokenizer", "characters", "--context", 16, "--out", out],
@@ -96,7 +94,7 @@ def full_disk(size: int):
         signal.signal(signal.SIGXFSZ, handler)
 
 
-FULL = {"evaluate_model": 0, "memorize": 500}
+FULL = {"evaluate_model": 0}
 
 
 @pytest.mark.parametrize("name", FULL)

@@ -29,7 +29,7 @@ def test_the_wheel_holds_the_library_only(tmp_path):
     found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [path.relative_to(tmp_path) for path in (tmp_path / "hf_infini").rglob("*") if path.is_file()]
     assert found == {path.as_posix() for path in files}
-    assert {path.suffix for path in files} == {".py", ".html", ".css", ".js"}
+    assert {path.suffix for path in files} == {".py", ".html", ".css", ".js", ".yaml"}
     rooms = {"cache", "compat", "layers", "models", "ops", "tools"}
     assert {path.parts[1] for path in files if len(path.parts) > 2} == rooms
 

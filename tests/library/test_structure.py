@@ -14,7 +14,7 @@ from hf_infini import patch_model
 from models import token_ids
 
 ROOT = Path(hf_infini.__file__).parent
-ROOMS = ("options", "ops", "compat", "cache", "layers", "models", "tools")  # from the bottom up
+ROOMS = ("options", "ops", "compat", "cache", "layers", "models", "tools", "command")  # from the bottom up
 # What one forward pass of a patched Llama meets at most
 FILES, TYPES = 13, 25
 

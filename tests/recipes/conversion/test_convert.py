@@ -165,7 +165,6 @@ def test_recipes_refuse_an_adapter_of_another_model(checkpoint, tmp_path, capsys
     save_adapter(patch_model(LlamaForCausalLM.from_pretrained(checkpoint), segment_length=8), tmp_path / "adapter")
     (tmp_path / "text.txt").write_text("abc")
     more = {"evaluate_model": ["--text", tmp_path / "text.txt"], "generate": ["--prompt", "a"], "inspect_heads": []}
-    more["memorize"] = ["--text", tmp_path / "text.txt", "--out", tmp_path / "text.safetensors"]
     another = another_model(checkpoint, tmp_path)
     for recipe, words in more.items():
         argv = ["--model", another, "--adapter", tmp_path / "adapter", *words]

@@ -13,7 +13,7 @@ from datasets import Features, List, Value, load_from_disk
 from transformers import AutoTokenizer
 
 from corpora.biographies import SENTENCES, biography_documents
-from recall.drills import FORMS, TOKENS_PER_FORM
+from hf_infini.tools.asking_rows import FORMS, TOKENS_PER_FACT
 from recall.examples import WORDING
 from recall.rows import deal_kinds, read_mix
 from running import load_recipe
@@ -147,7 +147,7 @@ def test_rows_of_many_forms_ask_at_their_end_for_what_they_said(base, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "forms" / "tokenizer")
     for row, labels in zip(*rows_of(tmp_path / "forms", "train"), strict=True):
         text, answers = tokenizer.decode(row), learned_words(tokenizer, row, labels)
-        assert len(answers) == 700 // TOKENS_PER_FORM and text.endswith(answers[-1])
+        assert len(answers) == 700 // TOKENS_PER_FACT and text.endswith(answers[-1])
         for answer in answers:  # stated once before it is asked for, by the same words
             (question,) = re.findall(rf"\n([^\n]*{re.escape(answer)})(?=\.?\n?)", text[-400:])[-1:]
             assert text.count(f"\n{question.strip()}") >= 2

@@ -1,0 +1,112 @@
+"""Rows that a score of kept tokens is fitted on: running text with invented facts, all of which are asked for at its end.
+
+The facts' forms are in asking_rows.yaml, with what no form may be: one that an evaluation uses.
+"""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+from ..ops.checks import check_kinds
+from ..options import check_number
+
+FORMS: dict[str, dict] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TOKENS_PER_FACT = 280  # a row of 1,700 tokens states six facts
+SYLLABLES = "ba ce di fo gu la me ni po ru sa te vi zo xa lu mo ra pe ki".split()
+
+Span = tuple[int, int]  # the first and the last of a row's tokens
+
+
+@check_kinds
+def asking_rows(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, rows: int = 24, length: int = 1700, seed: int = 0
+) -> list[list[int]]:
+    """Rows for [`hf_infini.fit_keep_score`] from any text, such as the one that will be asked: half of them state and ask
+    in English, the others in Portuguese.
+
+    Args:
+        tokenizer: of the model.
+        text: what stands between the facts; pieces of it are drawn, and a short one comes again.
+        rows: how many; length: tokens of each; seed: of all that is drawn.
+
+    Raises:
+        ValueError: no text, or rows too short for a fact and its question.
+    """
+    check_number("rows", rows, {"at_least": 1})
+    check_number("length", length, {"at_least": 1})
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        how: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        return tokenizer(list(texts), **how)["input_ids"]
+
+    [running] = encode([text])
+    if not running:
+        raise ValueError("rows are made of running text, and this one is empty.")
+    made = []
+    for number in range(rows):
+        rng = random.Random(f"{seed}/{number}")
+
+        def take(count: int, begin: int = rng.randrange(len(running))) -> list[int]:
+            return [running[(begin + place) % len(running)] for place in range(count)]
+
+        made.append(asking_row(rng, encode, take, length, list(FORMS)[number % len(FORMS)])[0])
+    return made
+
+
+def asking_row(
+    rng: random.Random, encode: Callable[[Sequence[str]], Sequence], take: Callable[[int], Any], length: int, language: str
+) -> tuple[list[int], list[tuple[str, Span, Span]]]:
+    """A row of `length` tokens, and of each question, in order, the answer, and where it is stated and asked for.
+
+    Args:
+        encode: gives the ids of several texts; take: gives so many ids of running text.
+        language: of the facts, a key of `FORMS`.
+
+    Raises:
+        ValueError: the facts and their questions are longer.
+    """
+    facts = [invented_fact(rng, language) for _ in range(max(1, length // TOKENS_PER_FACT))]
+    pieces = [list(ids) for ids in encode([".\n", *(part for fact in facts for part in (f"\n{fact[0]}", f" {fact[1]}"))])]
+    stop, pairs = pieces[0], list(zip(pieces[1::2], pieces[2::2], strict=True))
+    room = length - sum(2 * len(start) + 2 * len(answer) + 2 * len(stop) for start, answer in pairs) + len(stop)
+    if room < 0:
+        raise ValueError(f"{len(facts)} facts and their questions take {length - room} tokens, more than {length}")
+    text, row, stated, place = list(take(room)), [], [], 0
+
+    def add(start: list[int], answer: list[int]) -> Span:
+        row.extend(start + answer)
+        return len(row) - len(answer), len(row) - 1
+
+    for (start, answer), end in zip(pairs, sorted(rng.randint(0, room) for _ in pairs), strict=True):
+        stated.append(add(text[place:end] + start, answer))
+        row += stop
+        place = end
+    row += text[place:]
+    questions = []
+    for number in rng.sample(range(len(facts)), len(facts)):
+        questions.append((facts[number][1], stated[number], add(*pairs[number])))
+        row += stop
+    return row[:length], questions
+
+
+def invented_fact(rng: random.Random, language: str) -> tuple[str, str]:
+    """The beginning of a sentence, and what it ends with."""
+    words = FORMS[language]
+
+    def drawn(match: re.Match) -> str:
+        kind = match[1]
+        if kind.isdigit():
+            return str(rng.randrange(10 ** (int(kind) - 1), 10 ** int(kind)))
+        if kind == "word":
+            return "".join(rng.choice(SYLLABLES) for _ in range(rng.randint(2, 4))).capitalize()
+        if kind == "code":
+            return "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(2)) + str(rng.randrange(100, 10_000))
+        return rng.choice(words[kind])
+
+    start, answer = (re.sub(r"{(\w+)}", drawn, part) for part in rng.choice(words["forms"]))
+    return start, answer

@@ -1,0 +1,105 @@
+"""A page in the browser that reads a document and answers, and shows the cache beside a plain one and what heads keep."""
+
+from collections.abc import Iterator
+from threading import Thread
+from typing import Any
+
+import gradio
+from transformers import TextIteratorStreamer
+
+from .documents import read_document
+from .estimate import estimate
+from .reader import Reader
+
+LENGTHS = (8_192, 131_072, 1_048_576)
+
+
+class Demo:
+    """What the page does, for one reader of one model at a time.
+
+    Args:
+        model, tokenizer: as of [`Reader`].
+        max_new_tokens: of an answer.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, max_new_tokens: int = 300):
+        self.model, self.tokenizer, self.max_new_tokens = model, tokenizer, max_new_tokens
+        self.reader = Reader(model, tokenizer)
+
+    def read(self, files: list[str] | None, progress=gradio.Progress(track_tqdm=True)) -> tuple[str, list]:  # noqa: B008
+        """Reads files, and says how large the cache is; a new document begins a new chat."""
+        if not files:
+            raise gradio.Error("Choose a document first: text, Markdown, HTML or PDF.")
+        try:
+            text = "\n\n".join(map(read_document, files))
+            reader = Reader(self.model, self.tokenizer)
+            cache = reader.read_document(text)
+        except (ValueError, OSError) as error:
+            raise gradio.Error(str(error)) from error
+        self.reader, lines = reader, ["| tokens | this cache | all keys and values |", "| ---: | ---: | ---: |"]
+        for tokens in (cache.get_seq_length(), *LENGTHS):
+            plain = estimate(self.model.config, tokens).plain
+            lines.append(f"| {tokens:,} | {cache.nbytes() / 1e6:,.1f} MB | {plain / 1e6:,.1f} MB |")
+        return "\n".join(lines), []
+
+    def answer(self, question: str, turns: list[dict]) -> Iterator[tuple[str, list[dict]]]:
+        """Adds the question and, as it is made, its answer to the chat."""
+        if not self.reader.document:
+            raise gradio.Error("Read a document first.")
+        messages = [{"role": turn["role"], "content": _words(turn["content"])} for turn in turns]
+        messages.append({"role": "user", "content": question})
+        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        shown, failed = [*messages, {"role": "assistant", "content": ""}], []
+
+        def run() -> None:
+            try:
+                self.reader.chat(messages, streamer=streamer, max_new_tokens=self.max_new_tokens)
+            except Exception as error:  # or the page would wait for ever
+                failed.append(error)
+                streamer.end()
+
+        thread = Thread(target=run)
+        thread.start()
+        for piece in streamer:
+            shown[-1]["content"] += piece
+            yield "", shown
+        thread.join()
+        if failed:
+            raise gradio.Error(str(failed[0])) from failed[0]
+
+    def kept(self, layer: int, head: int) -> str:
+        """The document's tokens that a head keeps, in order; "…" is what lies between."""
+        state = self.reader.texts[max(self.reader.texts, key=len)].layers[int(layer)].state
+        ids = self.tokenizer(self.reader.document, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        before = int(state.tokens_seen[0]) - len(ids)  # of the chat's template
+        places = [place for place in state.kept_position[0, int(head)].tolist() if place >= before]
+        runs, last = [], None
+        for place in places:
+            runs.append([]) if last is None or place != last + 1 else None
+            runs[-1].append(ids[place - before])
+            last = place
+        return " … ".join(self.tokenizer.decode(run).strip() for run in runs)
+
+    def page(self) -> gradio.Blocks:
+        """The page, to be launched."""
+        config = self.model.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        with gradio.Blocks(title="hf_infini", analytics_enabled=False) as page:
+            gradio.Markdown("# Ask a document\nIt is read once, into a cache that does not grow.")
+            files = gradio.File(label="Text, Markdown, HTML or PDF", file_count="multiple", height=140)
+            read, table = gradio.Button("Read", variant="primary"), gradio.Markdown()
+            chat, question = gradio.Chatbot(label="Chat", height=300), gradio.Textbox(label="Question", submit_btn=True)
+            read.click(self.read, files, [table, chat])
+            question.submit(self.answer, [question, chat], [question, chat])
+            if config.kept_tokens:
+                with gradio.Accordion("What a head keeps of the document", open=False):
+                    layer = gradio.Dropdown(config.infini_layers, value=config.infini_layers[0], label="Layer")
+                    head = gradio.Dropdown(list(range(heads)), value=0, label="Key/value head")
+                    kept = gradio.Textbox(label="Kept tokens", lines=8)
+                    gradio.Button("Show").click(self.kept, [layer, head], kept)
+        return page
+
+
+def _words(content) -> str:
+    """The text of a turn, which the chat may hold in parts."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

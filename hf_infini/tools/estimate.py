@@ -1,0 +1,48 @@
+"""How much memory the cache of a model takes, from its configuration alone."""
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..cache.cache import cache_bytes
+from ..models.families import infini_config
+from ..models.patching import convert_config
+from ..ops.checks import check_kinds
+from ..options import check_number, layer_kinds
+
+
+class Estimate(NamedTuple):
+    """Bytes that the cache of one sequence takes: `plain`, of the model with its own attention; `infini`, with a memory."""
+
+    plain: int
+    infini: int
+
+
+@check_kinds
+def estimate(config: PreTrainedConfig, tokens: int, **options) -> Estimate:
+    """The bytes of the cache after so many tokens, in the configuration's dtype.
+
+    Args:
+        config: of a plain model, or of one with a memory.
+        tokens: of one sequence.
+        options: of a plain model's memory, as [`patch_model`] takes them.
+
+    Raises:
+        ValueError: options that no memory has, or for a model that has one already; a model that cannot have a memory.
+    """
+    check_number("tokens", tokens, {"at_least": 1})
+    if not hasattr(config, "infini_layers"):
+        config = config.get_text_config(decoder=True)
+        config = convert_config(config, infini_config(type(config)), **options)
+    elif options:
+        raise ValueError(f"this {type(config).__name__} has the options of its memory: leave out {', '.join(options)}.")
+    dtype: Any = config.dtype or torch.get_default_dtype()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or tokens
+    # With the token of the next call, what is held of a sliding window is the window
+    held = [tokens if kind == "full_attention" else min(tokens, window - 1) for kind in layer_kinds(config)]
+    of_layers = [2 * heads * width * count * dtype.itemsize for count in held]
+    kept = sum(of_layer for layer, of_layer in enumerate(of_layers) if layer not in config.infini_layers)
+    return Estimate(sum(of_layers), kept + cache_bytes(config))

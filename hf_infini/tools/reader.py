@@ -1,0 +1,222 @@
+"""A text that is read once, and asked many times: questions after a document, the turns of a chat."""
+
+import copy
+import glob
+import hashlib
+import re
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from ..cache.cache import InfiniCache
+from ..cache.files import MemoryFileError, describe_model, read_memory_file
+from ..compat.cache_name import CACHE, cache_of
+from ..models.structure import decoder_of
+from ..ops.checks import check_kinds
+from ..options import check_number
+
+PIECE = 1_000_000  # characters that are tokenised at a time: a tokenizer takes 165 bytes for each
+SAVE_SECONDS = 60  # between two files of what has been read so far
+# The chat of a model that has no template; one that was not trained for chats goes on with the next question after a line
+PLAIN_TEMPLATE = (
+    "{% for turn in messages %}{% if turn.role == 'user' %}{{ turn.content }}\nAnswer:{% else %} {{ turn.content }}\n\n"
+    "Question: {% endif %}{% endfor %}"
+)
+
+
+class Reader:
+    """Reads texts with a model that has a memory, and each beginning of them once.
+
+    What it has read of a text is kept in a cache of constant size. A text that begins with the same characters goes on from
+    the longest such beginning, so a question after a document, or the next turn of a chat, costs what is new. Where a chat's
+    template renders an earlier turn otherwise, the reader goes on from the turn before.
+
+    Args:
+        model: a causal language model with a memory, in evaluation mode.
+        tokenizer: of the model.
+        chunk: tokens per call of the model; working memory grows with it.
+        cache: what was read before every text, such as [`InfiniCache.from_pretrained`] gives; `None`: nothing.
+        turns: how many answers' ends are kept, the latest; each takes as many bytes as [`hf_infini.cache_bytes`] says.
+
+    Raises:
+        ValueError: the model has no memory; `chunk` or `turns` is not positive.
+    """
+
+    @check_kinds
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        cache: InfiniCache | None = None,
+        chunk: int = 2048,
+        turns: int = 4,
+    ):
+        check_number("chunk", chunk, {"at_least": 1})
+        check_number("turns", turns, {"at_least": 1})
+        self.model: Any = model
+        self.tokenizer, self.chunk, self.document = tokenizer, chunk, ""
+        self.texts: dict[str, InfiniCache] = {"": cache or InfiniCache(self.model.config)}  # that were read
+        self.turns: deque[tuple[str, InfiniCache]] = deque(maxlen=turns)  # texts up to the end of an answer
+
+    @check_kinds
+    def read(
+        self, text: str, *, file: str | Path | None = None, split_special_tokens: bool = False, progress: bool = True
+    ) -> InfiniCache:
+        """Reads a text, from the longest beginning of it that was read before, and keeps what it has read.
+
+        Args:
+            text: the whole text.
+            file: a memory file of the text, which is read if it is there, and written if not. While the model reads,
+                `NAME.partial` has what it has read so far: after a kill the same call goes on there.
+            split_special_tokens: whether words of the text that spell the tokenizer's special tokens are plain text, as in
+                a document of somebody else's.
+            progress: whether a bar shows how far it is, and the time left.
+
+        Returns:
+            The cache after the text: the reader's own. Copy it (`copy.copy`) before a model is called with it.
+
+        Raises:
+            MemoryFileError: the file is damaged, or the memory of another text or model.
+        """
+        if text in self.texts:
+            return self.texts[text]
+        begun, before = self._longest([text])
+        cache, sha256 = None, [hashlib.sha256(text.encode()).hexdigest()]
+        if file is not None:
+            file = Path(file)
+            file.parent.mkdir(parents=True, exist_ok=True)  # now, if it cannot be made, and not after hours
+            cache = self._of_file(file, sha256)
+        if cache is None:
+            ids = self._encode(text[len(begun) :], split_special_tokens)
+            cache = self._read_on(copy.copy(before), ids, file, sha256, progress)
+        self.texts[text] = cache
+        return cache
+
+    @check_kinds
+    def read_document(self, text: str, *, file: str | Path | None = None, progress: bool = True) -> InfiniCache:
+        """Reads the document that all following chats are about: their first message begins with it. What in it spells a
+        special token is plain text; arguments and errors as of [`Reader.read`].
+
+        Raises:
+            ValueError: the chat template changes what is said.
+        """
+        head, found, _ = self.rendered([{"role": "user", "content": text}]).partition(text)
+        if not found:
+            raise ValueError("the chat template changes what is said: set the tokenizer's chat_template to None.")
+        self.read(head, progress=False)
+        cache = self.read(head + text, file=file, split_special_tokens=True, progress=progress)
+        self.document = text
+        return cache
+
+    @check_kinds
+    def generate(self, texts: str | Sequence[str], **options) -> list[str]:
+        """What the model goes on with after each of the texts, which may begin alike.
+
+        Args:
+            texts: one, whose continuation is kept for the next; or several, which are read in one batch.
+            options: of the model's `generate`, such as `max_new_tokens=200` or `streamer`.
+
+        Raises:
+            ValueError: a text has nothing beyond what was read, or there is none.
+        """
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        begun, before = self._longest(texts)
+        ids = [self._encode(text[len(begun) :], False) for text in texts]
+        if not ids or not all(len(row) for row in ids):
+            raise ValueError("give texts that go on, by one token at least, beyond what has been read of them.")
+        cache = copy.copy(before)
+        if len(texts) == 1 and len(ids[0]) > self.chunk:
+            cache = self._read_on(cache, ids[0][: -self.chunk], None, [], False)
+            ids = [ids[0][-self.chunk :]]
+        pad: Any = next(i for i in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0) if i is not None)
+        cache.batch_repeat_interleave(len(texts))
+        longest = max(map(len, ids))
+        inputs = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0), value=pad) for row in ids])
+        real = torch.stack([torch.arange(longest) >= longest - len(row) for row in ids]).long()
+        inputs, real = inputs.to(self.model.device), real.to(self.model.device)
+        own = {"return_dict_in_generate": True, "use_cache": True, "pad_token_id": pad, CACHE: cache}
+        output = self.model.generate(inputs, attention_mask=cache.attention_mask(real), **options | own)
+        new = output.sequences[:, longest:]
+        # After a beam search the cache is that of the beams, and not of the text
+        if len(texts) == len(output.sequences) == 1 and (options.get("num_beams") or 1) == 1:
+            said = self.tokenizer.decode(new[0, :-1], clean_up_tokenization_spaces=False)  # the last token was not read
+            self.turns.append((texts[0] + said, cache_of(output)))
+        return self.tokenizer.batch_decode(new, skip_special_tokens=True)
+
+    def chat(self, messages: Sequence[dict[str, str]], **options) -> str:
+        """The answer to the last of the messages, by the tokenizer's chat template; options: as of [`Reader.generate`].
+
+        Args:
+            messages: of the user and, in turn, the model's answers: `role` and `content` each.
+        """
+        if self.document:
+            first, *rest = messages
+            messages = [{**first, "content": f"{self.document}\n\nQuestion: {first['content']}"}, *rest]
+        if self.tokenizer.chat_template is None:  # a model of plain text would go on with questions
+            options = {"stop_strings": ["\n"], "tokenizer": self.tokenizer} | options
+        return self.generate(self.rendered(messages), **options)[0].strip()
+
+    def rendered(self, messages: Sequence[dict[str, str]]) -> str:
+        """The messages as a text, up to where the answer begins."""
+        how: dict[str, Any] = {"chat_template": self.tokenizer.chat_template or PLAIN_TEMPLATE, "tokenize": False}
+        return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **how)
+
+    def _longest(self, texts: Sequence[str]) -> tuple[str, InfiniCache]:
+        """The longest beginning of all these texts that was read, and its cache."""
+        known = [*self.texts.items(), *self.turns]
+        return max((one for one in known if all(text.startswith(one[0]) for text in texts)), key=lambda one: len(one[0]))
+
+    def _encode(self, text: str, split_special_tokens: bool) -> torch.Tensor:
+        how: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": split_special_tokens, "verbose": False}
+        ids = [number for piece in pieces_of(text) for number in self.tokenizer(piece, **how)["input_ids"]]
+        return torch.tensor(ids, dtype=torch.long)
+
+    def _of_file(self, file: Path, sha256: list[str]) -> InfiniCache | None:
+        """The cache of a memory file; `None`: there is none."""
+        if not file.exists():
+            return None
+        cache = InfiniCache.from_pretrained(file, self.model)
+        if read_memory_file(file)[0]["text_sha256"] != sha256:
+            raise MemoryFileError(f"{file} is the memory of another text: give another name, or delete it.")
+        return cache
+
+    @torch.no_grad()
+    def _read_on(self, cache: InfiniCache, ids: torch.Tensor, file: Path | None, sha256: list[str], progress: bool):
+        """The cache after these ids."""
+        partial = None if file is None else file.with_name(f"{file.name}.partial")
+        begin, done = cache.get_seq_length(), 0
+        found = None if partial is None else self._of_file(partial, sha256)
+        if found is not None:
+            cache, done = found, found.get_seq_length() - begin
+        description, saved = None if file is None else describe_model(self.model), time.monotonic()
+        bar = tqdm(total=len(ids), initial=done, desc="reading", unit="token", unit_scale=True, disable=not progress)
+        with bar:
+            for place in range(done, len(ids), self.chunk):
+                piece = ids[place : place + self.chunk].to(self.model.device)
+                decoder_of(self.model)(input_ids=piece[None], use_cache=True, **{CACHE: cache})
+                bar.update(len(piece))
+                if partial is not None and description is not None and time.monotonic() > saved + SAVE_SECONDS:
+                    cache.save_pretrained(partial, description, text_sha256=sha256)
+                    saved = time.monotonic()
+        if file is not None and description is not None and partial is not None:
+            cache.save_pretrained(file, description, text_sha256=sha256)
+            for left in (partial, *file.parent.glob(f"{glob.escape(partial.name)}.*.part")):  # of starts that were killed
+                left.unlink(missing_ok=True)
+        return cache
+
+
+def pieces_of(text: str, size: int = PIECE) -> Iterator[str]:
+    """The text in pieces of about `size` characters, which end with a line."""
+    begin = 0
+    while begin < len(text):
+        found = re.compile(r"\n(?=\S)").search(text, begin + size)
+        end = found.end() if found else len(text)
+        yield text[begin:end]
+        begin = end

@@ -1,0 +1,251 @@
+"""The command: documents in, answers out; the second start reads nothing. And what it is made of."""
+
+import re
+import string
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+import hf_infini
+from corpora.tokenization import build_character_tokenizer, train_bpe
+from decoders import decoder
+from hf_infini import InfiniCache, command, estimate, load_adapter, patch_model
+from hf_infini.cache.files import read_memory_file
+from hf_infini.compat.cache_name import CACHE
+from hf_infini.tools.asking_rows import FORMS, asking_rows
+from hf_infini.tools.documents import read_document
+from models import gpt2, infini_gpt2, token_ids
+from running import sample_text
+
+TEXT = sample_text()[:600].strip()
+PDF = """1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj
+2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj
+3 0 obj<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 100]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>endobj
+4 0 obj<</Length {length}>>stream
+{words}
+endstream endobj
+5 0 obj<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>endobj
+"""
+
+
+def pdf(words: str) -> bytes:
+    """A page with these drawing instructions."""
+    lines = ["%PDF-1.4", *PDF.format(words=words, length=len(words)).splitlines()]
+    begins = [number for number, line in enumerate(lines) if " 0 obj" in line]
+    places = [sum(len(line) + 1 for line in lines[:number]) for number in begins]
+    table = ["xref", "0 6", "0000000000 65535 f ", *(f"{place:010} 00000 n " for place in places)]
+    end = ["trailer<</Root 1 0 R/Size 6>>", "startxref", str(sum(len(line) + 1 for line in lines)), "%%EOF"]
+    return "\n".join([*lines, *table, *end]).encode()
+
+
+# --- documents ---------------------------------------------------------------------------------------------------------
+
+
+def test_text_of_each_kind_of_document(tmp_path):
+    page = "<html><head><meta charset='latin-1'><title>Rio</title><script>no()</script></head><p>Água &amp; sal</p></html>"
+    files = {
+        "text.txt": ("\ufeffAs duas\r\nlinhas \n".encode(), "As duas\nlinhas"),
+        "page.html": (page.encode("latin-1"), "Rio\nÁgua & sal"),
+        "note.md": (b"# One\n\n*two*", "# One\n\n*two*"),
+        "book.PDF": (pdf("BT /F1 24 Tf 20 40 Td (The river flows.) Tj ET"), "The river flows."),
+    }
+    for name, (content, text) in files.items():
+        (tmp_path / name).write_bytes(content)
+        assert read_document(tmp_path / name).replace("\n\n", "\n") == text.replace("\n\n", "\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("latin.txt", "Água".encode("latin-1"), "no text in UTF-8 .byte 0.: give text, Markdown, HTML or PDF.*iconv"),
+        ("empty.md", b" \n", "has no text.$"),
+        ("scan.pdf", pdf("0 0 10 10 re f"), "has no text. Pages that are pictures need OCR first"),
+        ("bad.pdf", b"nothing", "is damaged, encrypted or no PDF"),
+    ],
+)
+def test_a_document_without_text_is_refused(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_document(tmp_path / name)
+
+
+# --- rows to fit on ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_ask_at_their_end_for_what_they_state():
+    tokenizer = build_character_tokenizer([sample_text(), str(FORMS), string.printable])
+    rows = asking_rows(tokenizer, sample_text(), rows=6, length=600, seed=3)
+    assert rows == asking_rows(tokenizer, sample_text(), rows=6, length=600, seed=3)
+    for number, row in enumerate(rows):
+        text, known = tokenizer.decode(row), FORMS[list(FORMS)[number % len(FORMS)]]["forms"]
+        asked = text.split("\n")[-3::2]  # two facts, with an empty line between
+        assert len(row) == 600 and all(text.count(f"\n{one.removesuffix('.')}") == 2 for one in asked)
+        patterns = [re.sub(r"\\{\w+\\}", ".+", re.escape(" ".join(form))) for form in known]
+        assert all(any(re.fullmatch(pattern, one.removesuffix(".")) for pattern in patterns) for one in asked)
+    with pytest.raises(ValueError, match="rows are made of running text, and this one is empty"):
+        asking_rows(tokenizer, "")
+    with pytest.raises(ValueError, match="fact.* and their questions take .* tokens, more than 30"):
+        asking_rows(tokenizer, "text", length=30)
+
+
+# --- bytes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2"])
+@torch.no_grad()
+def test_an_estimate_is_what_the_caches_hold(model_type, tokens=40):
+    model = (gpt2() if model_type == "gpt2" else decoder(model_type)).eval()
+    if model_type == "gemma2":
+        model.config.sliding_window = 8
+    options = {"segment_length": 8, "kept_tokens": 4}
+    found, config = estimate(model.config, tokens, **options), model.config
+    cache = DynamicCache(config=config)
+    model(token_ids(1, tokens), use_cache=True, **{CACHE: cache})
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert found.plain == held
+    cache = InfiniCache(patch_model(model, **options).config)
+    model(token_ids(1, tokens), use_cache=True, **{CACHE: cache})
+    small = sum(tensor.nbytes for name, tensor in cache.layers[-1].state.tensors().items() if tensor.dtype == torch.long)
+    assert found.infini == pytest.approx(cache.nbytes(), abs=8 * small)
+    assert estimate(model.config, tokens) == found
+    with pytest.raises(ValueError, match="leave out segment_length"):
+        estimate(model.config, tokens, segment_length=8)
+    with pytest.raises(ValueError, match="tokens must be at least 1; got 0"):
+        estimate(config, 0, **options)
+
+
+# --- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """A plain model, one with a memory, and a document; their tokens are pieces of words."""
+    base = tmp_path_factory.mktemp("command")
+    tokenizer = train_bpe([sample_text()], 400)
+    tokenizer.chat_template = "{% for turn in messages %}<|endoftext|>{{ turn.role }}\n{{ turn.content }}\n{% endfor %}"
+    plain = decoder("llama", vocab_size=400, pad_token_id=tokenizer.pad_token_id)
+    models = {"plain": plain, "memory": infini_gpt2(vocab_size=400, position_encoding="rope")}
+    for name, model in models.items():
+        for part in (model, tokenizer):
+            part.save_pretrained(base / name)
+    (base / "play.txt").write_text(TEXT, encoding="utf-8")
+    return {name: base / name for name in (*models, "play.txt")}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs the command in this process: what it printed, on standard output and on standard error."""
+    monkeypatch.setattr(command, "KEPT", tmp_path / "kept")
+
+    def call(*words, status: int | None = 0, typed: str = ""):
+        monkeypatch.setattr(sys, "argv", ["hf-infini", *map(str, words)])
+        answers = iter(typed.split("\n"))
+        monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
+        with pytest.raises(SystemExit) as stop:
+            command.main()
+        printed = capsys.readouterr()
+        assert (stop.value.code or 0) == status, printed.err
+        return printed
+
+    return call
+
+
+def answer(folder: Path, *turns: str, tokens: int = 5) -> str:
+    """The answer to a chat of whole texts, read anew."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    roles = ["user", "assistant"] * len(turns)
+    messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**ids, max_new_tokens=tokens, do_sample=False)
+    return tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_ask_reads_once(folders, run, tmp_path):
+    words = ["ask", folders["memory"], folders["play.txt"], "--max-new-tokens", 5, "--device", "cpu"]
+    first = run(*words, "-q", "Who speaks?", "-q", "Where?")
+    wanted = [answer(folders["memory"], f"{TEXT}\n\nQuestion: {asked}") for asked in ("Who speaks?", "Where?")]
+    assert first.out == "".join(f"{text}\n" for text in wanted)
+    assert "100%" in first.err and "> Who speaks?" in first.err
+    [file] = (tmp_path / "kept" / "memories").iterdir()
+    assert f"memory file: {file}" in first.err
+    # A chat, in which the memory is there already
+    second = run(*words, typed="Who speaks?\nWhere?\n")
+    assert "reading" not in second.err
+    [one, two] = [wanted[0], answer(folders["memory"], f"{TEXT}\n\nQuestion: Who speaks?", wanted[0].strip(), "Where?")]
+    assert second.out == f"{one}\n{two}\n"
+    file.write_bytes(b"damaged")
+    third = run(*words, "-q", "Where?")
+    assert third.out == f"{wanted[1]}\n" and "reading again" in third.err and "damaged" in third.err
+    plain = run(*words, "-q", "Where?", "--no-chat-template")
+    assert len([*file.parent.iterdir()]) == 2 and plain.err.count("reading") >= 1
+
+
+def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "WINDOW", {"segment_length": 16, "local_segments": 1, "sink_tokens": 2})
+    monkeypatch.setattr(command, "KEPT_TOKENS", 24)
+    words = [folders["plain"], folders["play.txt"], "--device", "cpu"]
+    first = run("ask", *words, "-q", "Who?", "--max-new-tokens", 3)
+    assert "fitting which tokens are worth keeping" in first.err
+    [scores] = (tmp_path / "kept" / "scores").iterdir()
+    second = run("ask", *words, "-q", "Who?", "--max-new-tokens", 3)
+    assert second.out == first.out and "fitting" not in second.err
+    # The same score as an adapter, a memory file that goes on, and a model of one folder
+    run("fit", *words, "--out", tmp_path / "adapter", "--rows", 24, "--kept-tokens", 24, "--segment-length", 16)
+    model = load_adapter(AutoModelForCausalLM.from_pretrained(folders["plain"]), tmp_path / "adapter")
+    again = load_adapter(AutoModelForCausalLM.from_pretrained(folders["plain"]), scores)
+    names = [name for name in model.state_dict() if name.endswith("keep_weight")]
+    assert names and all(model.state_dict()[name].any() for name in names)
+    for name in names:
+        torch.testing.assert_close(model.state_dict()[name], again.state_dict()[name])
+    run("convert", folders["plain"], "--out", tmp_path / "whole", "--adapter", tmp_path / "adapter")
+    run("read", *words, "--out", tmp_path / "m", "--adapter", tmp_path / "adapter")
+    texts = [" The king", " and then a queen"]
+    options = ["--adapter", tmp_path / "adapter", "--max-new-tokens", 4, "--device", "cpu"]
+    several = run("continue", folders["plain"], tmp_path / "m", *texts, *options)
+    whole, tokenizer = (kind.from_pretrained(tmp_path / "whole") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    assert read_memory_file(tmp_path / "m")[0]["columns"] == len(tokenizer(TEXT).input_ids)
+    wanted = []
+    for text in texts:
+        ids = torch.tensor([tokenizer(TEXT)["input_ids"] + tokenizer(text)["input_ids"]])
+        output = whole.generate(ids, max_new_tokens=4, do_sample=False)
+        wanted.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+    assert several.out == "".join(f"{text}\n" for text in wanted)
+    one = run("continue", folders["plain"], tmp_path / "m", texts[0], *options, "--sample", "--top-p", 0.01)
+    assert one.out == f"{wanted[0]}\n"
+    page = tmp_path / "page.html"
+    run("inspect", *words, "--out", page, "--adapter", tmp_path / "adapter", "--max-tokens", 40)
+    assert "Attention heads: plain" in page.read_text(encoding="utf-8")
+
+
+def test_estimate_prints_a_table(folders, run):
+    lines = run("estimate", folders["plain"], "--tokens", 1000, "--tokens", 10_000, "--kept-tokens", 8).out.splitlines()
+    first, second = (line.split() for line in lines[1:])
+    assert first[0] == "1,000" and float(second[1]) == pytest.approx(10 * float(first[1]), abs=0.6)
+    assert first[3] == second[3]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ask", "nowhere", "DOC"], "cannot load nowhere"),
+        (["ask", "MEMORY", "DOC", "--kept-tokens", 8], "has the options of its memory: leave --adapter and"),
+        (["ask", "MEMORY", "DOC", "--dtype", "int3"], "--dtype must be one of auto, float32, bfloat16, float16; got int3"),
+        (["fit", "MEMORY", "DOC", "--out", "x"], "has a memory already"),
+        (["continue", "PLAIN", "DOC", "text"], "give the --adapter with which the text was read"),
+        (["continue", "MEMORY", "DOC", "text"], "damaged or no memory file"),
+    ],
+)
+def test_errors_are_one_line(words, message, folders, run):
+    names = {"DOC": folders["play.txt"], "MEMORY": folders["memory"], "PLAIN": folders["plain"]}
+    printed = run(*(names.get(word, word) for word in words), status=1)
+    last = printed.err.splitlines()[-1]
+    assert message in last and last.startswith("error: ") and printed.out == ""
+
+
+def test_it_is_installed_with_the_package():
+    project = tomllib.loads((Path(hf_infini.__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["scripts"] == {"hf-infini": f"{command.__name__}:{command.main.__name__}"}
