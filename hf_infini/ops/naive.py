@@ -67,7 +67,7 @@ def naive_infini_attention(
     options.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options.score_names = KEEP_SCORES[keep_score] if kept_tokens else ()
     vars(options).update(rotary=rotary, softcap=softcap, dropout=dropout, eps=eps)
-    of_scores = {"attention": key.new_zeros(key.shape[:3]), "learned": _widen(learned_score, state)}
+    of_scores: dict[str, Any] = {"attention": key.new_zeros(key.shape[:3]), "learned": _widen(learned_score, state)}
     scores = torch.stack([of_scores[name] for name in options.score_names], -1).detach() if kept_tokens else None
     outputs, states = [], []
     for row, head in itertools.product(range(batch), range(kv_heads)):
@@ -84,7 +84,7 @@ def naive_infini_attention(
             token = _Token(key[row, head, number], value[row, head, number], number=reader.seen)
             token.log_weight = None if log_weight is None else log_weight[row, head, number]
             token.skipped = memory_mask is not None and not memory_mask[row, number]
-            token.score = scores[row, head, number] if kept_tokens else None
+            token.score = None if scores is None else scores[row, head, number]
             outputs.append(reader.attend(query[row, own, number : number + 1], token, gate[own]))
         states.append(reader.state())
     output = torch.stack(outputs).view(batch, kv_heads, tokens, group, -1).transpose(2, 3).flatten(1, 2).to(dtype)
@@ -140,7 +140,7 @@ class _Head:
         self.places: list[Any] = [None] * len(numbers)
         for place, number in enumerate(numbers):
             if 0 <= number < self.seen:
-                held = (None if window is None else _widen(window[place], state) for window in self.windows)
+                held: Any = (None if window is None else _widen(window[place], state) for window in self.windows)
                 skipped = state.local_skipped is not None and bool(state.local_skipped[row, place])
                 self.places[place] = _Token(*held, number=number, skipped=skipped)
 

@@ -95,7 +95,7 @@ class StepLayout(Layout):
 
 def step_layout(
     batch: int,
-    sizes: dict[str, int],
+    sizes: dict[str, Any],
     real: Tensor | None,
     position_ids: Tensor | None,
     memory_mask: Tensor | None,

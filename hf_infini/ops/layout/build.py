@@ -52,7 +52,8 @@ def segment_layout(
         RuntimeError: a mask with other values than 0 and 1, in a graph.
     """
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
-    sizes = dict(zip(("segment_length", "local_segments", "sink_tokens", "kept_tokens"), window, strict=True))
+    names = ("segment_length", "local_segments", "sink_tokens", "kept_tokens")
+    sizes: dict[str, Any] = dict(zip(names, window, strict=True))
     graph = torch.compiler.is_compiling()
     if graph and (position_ids is not None or (state is not None and tokens > 1)):
         masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
