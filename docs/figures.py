@@ -143,6 +143,43 @@ def memory(segments: int = 6) -> bytes:
     return png(figure)
 
 
+def recall() -> bytes:
+    """Hidden numbers found over the bytes of the cache: the tables of notes/kept-tokens.md, and no model runs. README has a
+    copy in images/, which `python docs/figures.py` writes."""
+    from plots.style import WIDTH, draw_line, label_lines, new_figure, set_log_scale, set_panel_title, style_of
+    from recall.tasks import wilson_interval
+
+    text = (Path(__file__).parent / "notes" / "kept-tokens.md").read_text(encoding="utf-8")
+    rows = [[cell.strip(" *") for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:2] == "| "]
+    sizes = {name: cells[0] for name, *cells in rows if len(cells) == 1}  # of a cache, in MiB
+    ways = {
+        "all tokens: grows": ["all tokens"],
+        "window and sinks": ["512: window and sinks", "1,024: window and sinks"],
+        "252 of 512 tokens kept by the learned score": ["512: 252 kept by the learned score"],
+        "SnapKV of kvpress, English only": ["512: SnapKV of kvpress, which sees the question"],
+    }
+    figure, panels = new_figure("Hidden numbers found over the size of the cache", "", 1, 2, (WIDTH, 3.3), sharey=True)
+    for axes, column, length in zip(panels.flat, (1, 3), ("2,048", "8,192"), strict=True):
+        for number, (way, names) in enumerate(ways.items()):
+            points = []
+            for name in names:
+                size = next(size for cache, size in sizes.items() if name.startswith(cache))
+                grown = re.search(rf"(\d+) after {length}", size)
+                counts = [int(row[column].split()[0].strip("*")) for row in rows if row[0] == name and len(row) == 4]
+                ends = wilson_interval(sum(counts), 40 * len(counts))  # 40 in each language
+                shares = [100 * share for share in (sum(counts) / (40 * len(counts)), *ends)]
+                points.append([float(grown[1] if grown else size.split(",")[0]), *shares])
+            x, share, low, high = zip(*points, strict=True)
+            draw_line(axes, x, share, way, **style_of(number))
+            axes.vlines(x, low, high, color=style_of(number)["color"], linewidth=1.2)
+        set_log_scale(axes.xaxis, [10, 200])
+        axes.set(xlabel="cache, MiB", xlim=(9, 250), ylim=(0, 103))
+        set_panel_title(axes, f"SmolLM2-135M, texts of {length} tokens")
+    panels[0, 0].set_ylabel("found, % (95 %)")
+    label_lines(panels[0, 0])
+    return png(figure)
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -210,10 +247,35 @@ def families() -> str:
     return markdown_table(["", "`model_type`"], rows, 0)
 
 
+def estimates() -> str:
+    """Cache of one text by the length of it, from sizes that the models' configurations have."""
+    import torch
+    from transformers import AutoConfig
+
+    from hf_infini import estimate
+    from support.markdown import markdown_table
+
+    sizes = {  # layers, heads, heads of keys and values, width of a head
+        "SmolLM2-135M": ("llama", 30, 9, 3, 64),
+        "Llama-3.1-8B": ("llama", 32, 32, 8, 128),
+        "Qwen3-8B": ("qwen3", 36, 32, 8, 128),
+        "Gemma-3-4B: most layers have windows of 1,024": ("gemma3_text", 34, 8, 4, 256),
+    }
+    options = dict(segment_length=128, local_segments=1, sink_tokens=4, kept_tokens=764)
+    rows = []
+    for name, (kind, layers, heads, groups, width) in sizes.items():
+        shape = dict(num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=groups, head_dim=width)
+        window = {"sliding_window": 1024} if kind.startswith("gemma") else {}
+        config = AutoConfig.for_model(kind, hidden_size=heads * width, dtype=torch.bfloat16, **shape, **window)
+        found = [estimate(config, tokens, **options) for tokens in (8192, 131072, 1048576)]
+        rows.append([name, *(f"{size / 2**20:,.0f}" for size in (*(each.plain for each in found), found[-1].infini))])
+    return markdown_table(["MiB in bfloat16", "all of 8,192 tokens", "131,072", "1,048,576", "with 1,024 a head"], rows, 1)
+
+
 # --- the hook ---------------------------------------------------------------------------------------------------------
 
 FIGURES = {"reach": reach, "growth": growth, "memory": memory}
-TABLES = {"options_cost": options_cost, "segments_cost": segments_cost, "families": families}
+TABLES = {"options_cost": options_cost, "segments_cost": segments_cost, "families": families, "estimates": estimates}
 
 
 @functools.cache
@@ -234,3 +296,8 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     return PLACE.sub(lambda place: made(place[1]), markdown)
+
+
+if __name__ == "__main__":
+    sys.path.append(RECIPES)
+    (Path(__file__).parent / "images" / "recall.png").write_bytes(recall())

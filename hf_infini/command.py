@@ -8,7 +8,7 @@ import hashlib
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -70,7 +70,7 @@ def ask(
     net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, text)
     tokenizer.chat_template = tokenizer.chat_template if chat_template else None
     reader = Reader(net, tokenizer)
-    key = _hash(model, adapter, net.config.to_json_string(), str(net.dtype), tokenizer.chat_template, text)
+    key = _hash(model, adapter, net.config.to_json_string(), str(net.dtype), str(tokenizer.chat_template), text)
     file = memory or KEPT / "memories" / f"{key}.safetensors"
     try:
         cache = reader.read_document(text, file=file)
@@ -222,7 +222,8 @@ def demo(
     or `fit` must have fitted the score."""
     from .tools.demo import Demo
 
-    Demo(*_load(model, adapter, kept_tokens, device, dtype)).page().launch(server_port=port)
+    net, tokenizer = _load(model, adapter, kept_tokens, device, dtype)
+    Demo(net, tokenizer).page().launch(server_port=port)
 
 
 def main() -> None:
@@ -265,7 +266,7 @@ def _loaded(model: str, device: str, dtype: str):
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype}.")
     try:
-        net = load_causal_lm(model, dtype=DTYPES[dtype])
+        net: Any = load_causal_lm(model, dtype=DTYPES[dtype])
         tokenizer = load_tokenizer(model, net)
     except OSError as error:
         raise ValueError(f"cannot load {model}: {error}") from error

@@ -12,21 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, BatchEncoding, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import hf_infini
 from cases import assert_same_gradients
+from corpora.tokenization import train_bpe
 from decoders import decoder
 from hf_infini import InfiniCache, InfiniGPT2Config, patch_model
 from models import token_ids
+from running import sample_text
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-# The pages on which figures are given with their commands; the first draws on those behind the third
-RESULTS = "measured quickstart memory-files study recall speed shakespeare notes/recall notes/study notes/speed robustness"
-RESULTS = [*RESULTS.split(), "fine-tune", "pretrained", "kept-tokens", "conversion", "mqar"]
-RESULTS = [ROOT / "docs" / f"{name}.md" for name in RESULTS]
+# The pages on which figures are given with their commands
+RESULTS = "study study-options recall recall-steps speed speed-tables shakespeare robustness kept-tokens pretrained".split()
+RESULTS += ["conversion", "mqar", "recipes", "memory-files", "fine-tune"]
+RESULTS = [ROOT / "docs" / "notes" / f"{name}.md" for name in RESULTS]
 OTHERS = [page for page in (ROOT / "README.md", *PAGES) if page not in RESULTS]
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
@@ -42,22 +44,45 @@ def programs(page: str) -> list[str]:
 
 def test_the_first_lines_of_the_readme_run(tmp_path):
     """With a small model of the same kind in the place of the one that would be downloaded."""
-    model = decoder("llama")
-    model.save_pretrained(tmp_path / "stock")
+    model, tokenizer = decoder("llama", vocab_size=400), train_bpe([sample_text()], 400)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "stock")
     code = programs("README.md")[0]
-    assert code.count("HuggingFaceTB/SmolLM2-135M-Instruct") == 1
-    names = {}
-    exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tmp_path / "stock")), names)
-    patched, ids = names["model"], token_ids(1, 400)
-    with torch.no_grad():  # beyond one segment, inside the window
+    assert code == programs("docs/index.md")[0]
+    names = {"text": sample_text()}
+    for shown, here in (("HuggingFaceTB/SmolLM2-135M-Instruct", str(tmp_path / "stock")), ("text)", "text, rows=2)")):
+        assert code.count(shown) == 1
+        code = code.replace(shown, here)
+    exec(code, names)
+    patched, ids = names["model"], token_ids(1, 500).clamp(min=3)  # no bos, no eos: those are not kept
+    assert all(layer.self_attn.keep_weight.any() for layer in patched.model.layers)
+    with torch.no_grad():  # beyond one segment, inside the cache
         torch.testing.assert_close(patched(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
-    assert patched.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 403)
+    assert patched.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 503)
     patched.save_pretrained(tmp_path / "patched")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
     assert type(again) is type(patched) and again.config.sink_tokens == 4
     names["hf_infini"].unpatch_model(patched)
     with torch.no_grad():
         assert type(patched) is type(model) and torch.equal(patched(ids).logits, model(ids).logits)
+
+
+def test_many_questions_of_one_text(tmp_path, monkeypatch):
+    """The page's two programs: an answer is that to the whole text."""
+    monkeypatch.chdir(tmp_path)
+    reading, copying = (code for code in programs("docs/memory-files.md") if "Reader(" in code or "deepcopy" in code)
+    options = {"segment_length": 8, "local_segments": 1, "kept_tokens": 4}
+    model, ids = patch_model(decoder("llama", vocab_size=400), **options).eval(), token_ids(1, 50)
+    asked = BatchEncoding({"input_ids": ids[:, 45:], "attention_mask": torch.ones(1, 5, dtype=torch.long)})
+    names = {"model": model, "ids": ids[:, :45], "tokenizer": lambda text, return_tensors: asked}
+    with torch.no_grad():
+        exec(copying.replace("4096", "16").replace("max_new_tokens=200", "max_new_tokens=6, do_sample=False"), names)
+        wanted = model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(names["output"][0, -6:], wanted[0, -6:])
+    names |= {"text": sample_text()[:400], "tokenizer": train_bpe([sample_text()], 400)}
+    exec(reading.replace("max_new_tokens=200", "max_new_tokens=6, do_sample=False"), names)
+    one = names["reader"].generate(names["text"] + "\nThe author", max_new_tokens=6, do_sample=False)
+    assert names["answers"][:1] == one and InfiniCache.from_pretrained("book.safetensors", model).nbytes()
 
 
 @pytest.mark.slow
@@ -177,11 +202,19 @@ def test_every_option_has_its_section():
 
 
 def test_figures_in_the_text_are_those_of_the_results():
-    """A decimal number that no page of results has is one that nobody keeps up; the first page draws on the others."""
-    known = [set(re.findall(r"\d+\.\d+", file.read_text(encoding="utf-8"))) for file in RESULTS]
-    unknown = {page.name: decimals(page.read_text(encoding="utf-8")) - set().union(*known) for page in OTHERS}
-    unknown[RESULTS[0].name] = decimals(RESULTS[0].read_text(encoding="utf-8")) - set().union(*known[3:])
+    """A decimal number that no page of results has is one that nobody keeps up."""
+    known = {"3.13"}.union(*(re.findall(r"\d+\.\d+", file.read_text(encoding="utf-8")) for file in RESULTS))  # Python's
+    unknown = {page.name: decimals(page.read_text(encoding="utf-8")) - known for page in OTHERS}
     assert not any(unknown.values()), unknown
+
+
+def test_what_people_use_is_ten_short_pages():
+    """Everything else is the research log, or made from docstrings."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = re.findall(r": ([\w-]+\.md)$", text.partition("- Use:")[2].partition("- Lessons:")[0], re.MULTILINE)
+    words = {page: len((ROOT / "docs" / page).read_text(encoding="utf-8").split()) for page in pages}
+    assert 8 <= len(pages) <= 10 and max(words.values()) <= 900, words
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - words.keys() == {"families.md"}
 
 
 def commands() -> dict[str, set[str]]:

@@ -69,7 +69,8 @@ class Demo:
 
     def kept(self, layer: int, head: int) -> str:
         """The document's tokens that a head keeps, in order; "…" is what lies between."""
-        state = self.reader.texts[max(self.reader.texts, key=len)].layers[int(layer)].state
+        layers: Any = self.reader.texts[max(self.reader.texts, key=len)].layers
+        state = layers[int(layer)].state
         ids = self.tokenizer(self.reader.document, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         before = int(state.tokens_seen[0]) - len(ids)  # of the chat's template
         places = [place for place in state.kept_position[0, int(head)].tolist() if place >= before]

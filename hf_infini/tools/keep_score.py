@@ -8,6 +8,7 @@ the few that are looked at from far away decide the fit.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -21,33 +22,6 @@ from ..ops.checks import check_kinds
 from ..ops.state import Attended, AttentionCall
 from ..ops.window import masked_scores
 from ..options import check_number
-
-QUERIES = 256  # of which the attention is held at a time
-
-
-class Regression:
-    """Sums from which a ridge regression with an intercept follows, of inputs `[tokens, width]` on targets `[tokens,
-    heads]`, in float64."""
-
-    def __init__(self, width: int, heads: int):
-        self.products = torch.zeros(width + 1, width + 1, dtype=torch.double)
-        self.with_target = torch.zeros(width + 1, heads, dtype=torch.double)
-
-    def add(self, inputs: Tensor, targets: Tensor) -> None:
-        inputs = torch.cat([inputs.double(), torch.ones(len(inputs), 1, dtype=torch.double)], 1)
-        self.products += inputs.T @ inputs
-        self.with_target += inputs.T @ targets.double()
-
-    def solved(self, ridge: float) -> Tensor:
-        """`[heads, width]`, without the intercept, which changes no order, and scaled to scores of standard deviation 1;
-        `ridge`: as a share of the inputs' mean square."""
-        count, means = self.products[-1, -1], self.products[-1, :-1] / self.products[-1, -1]
-        penalty = torch.zeros_like(self.products)
-        penalty.diagonal()[:-1] = ridge * self.products.diagonal()[:-1].mean()
-        weight = torch.linalg.solve(self.products + penalty, self.with_target)[:-1].T
-        covariance = self.products[:-1, :-1] / count - torch.outer(means, means)
-        spread = ((weight @ covariance) * weight).sum(1, keepdim=True).sqrt()
-        return weight / spread.clamp(min=torch.finfo(spread.dtype).tiny)
 
 
 @torch.no_grad()
@@ -72,7 +46,6 @@ def fit_keep_score(
     """
     check_number("distance", distance, {"at_least": 1})
     check_number("ridge", ridge, {"at_least": 0})
-    config = decoder_of(model).config
     layers = {name: layer for name, layer in memory_layers(model).items() if hasattr(layer, "keep_weight")}
     if not layers:
         raise ValueError(
@@ -80,7 +53,7 @@ def fit_keep_score(
             'or "learned".'
         )
     rows = [torch.as_tensor(row).flatten() for row in rows]
-    shortest = distance + config.sink_tokens + 1
+    shortest = distance + decoder_of(model).config.sink_tokens + 1
     if not rows or (short := min(map(len, rows))) <= shortest:
         given = f"one of {short:,}" if rows else "none"
         raise ValueError(
@@ -89,54 +62,47 @@ def fit_keep_score(
         )
     if any(row.is_floating_point() for row in rows):
         raise ValueError("rows must be token ids, which are whole numbers; got numbers of floating point.")
-    sums = {name: Regression(layer.keep_weight.shape[1], layer.keep_weight.shape[0]) for name, layer in layers.items()}
+    # Of each layer the sums of products of all tokens' [input, 1, targets]
+    sums = {name: torch.zeros([sum(layer.keep_weight.shape) + 1] * 2).double() for name, layer in layers.items()}
     device = layers[next(iter(layers))].keep_weight.device
-    with _whole_rows_in_one_segment(model, max(map(len, rows))), _observed(layers, sums, config.sink_tokens, distance):
+    with _observed(model, layers, sums, max(map(len, rows)), distance):
         for row in tqdm(rows, desc="fitting the score", unit="row", disable=not progress):
             model(input_ids=row[None].to(device), use_cache=False, logits_to_keep=1)
     for name, layer in layers.items():
-        layer.keep_weight.copy_(sums[name].solved(ridge))
-
-
-@contextlib.contextmanager
-def _whole_rows_in_one_segment(model, tokens: int) -> Iterator[None]:
-    """Within it, the softmax of a patched model sees all of a row, as that of the plain model does."""
-    config = decoder_of(model).config
-    before = {name: getattr(config, name) for name in ("segment_length", "n_segments") if hasattr(config, name)}
-    try:
-        vars(config).update(dict.fromkeys(before), segment_length=tokens)
-        with in_evaluation(model):
-            yield
-    finally:
-        vars(config).update(before)
+        layer.keep_weight.copy_(ridge_regression(sums[name], len(layer.keep_weight), ridge))
 
 
 @contextlib.contextmanager
 def _observed(
-    layers: dict[str, MemoryLayerMixin], sums: dict[str, Regression], sinks: int, distance: int
+    model, layers: dict[str, MemoryLayerMixin], sums: dict[str, Tensor], longest: int, distance: int
 ) -> Iterator[None]:
-    """Within it, every call of the layers adds its tokens to the sums."""
+    """Within it, the softmax of a patched model sees all of a row, of at most so many tokens, as that of the plain model
+    does; and every call of the layers adds its tokens to the sums."""
+    config = decoder_of(model).config
+    before = {name: getattr(config, name) for name in ("segment_length", "n_segments") if hasattr(config, name)}
     running: list[tuple[str, Tensor]] = []  # the layer's name, and the input of its projections
 
-    def observe(name: str, layer: MemoryLayerMixin):
-        def scores(hidden_states: Tensor) -> Tensor | None:
-            running[:] = [(name, hidden_states)]
-            return type(layer).learned_score(layer, hidden_states)
-
-        return scores
+    def learned_score(name: str, layer: MemoryLayerMixin, hidden_states: Tensor) -> Tensor | None:
+        running[:] = [(name, hidden_states)]
+        return type(layer).learned_score(layer, hidden_states)
 
     def run(call: AttentionCall) -> Attended:
         name, inputs = running.pop()
-        counted = slice(sinks, inputs.shape[1] - distance)  # the others are seen by no query that counts, or are sinks
-        sums[name].add(inputs[0, counted].cpu(), largest_attention(call, distance)[0, :, counted].T.cpu())
+        # The others are sinks, or seen by no query that counts
+        counted = slice(config.sink_tokens, inputs.shape[1] - distance)
+        inputs, targets = inputs[0, counted].cpu(), largest_attention(call, distance)[0, :, counted].T.cpu()
+        together = torch.cat([inputs, inputs.new_ones(len(inputs), 1), targets], 1).double()
+        sums[name] += together.T @ together
         return attend_grid(call)
 
     try:
+        vars(config).update(dict.fromkeys(before), segment_length=longest)
         for name, layer in layers.items():
-            layer.learned_score = observe(name, layer)
-        with forced_backend(run):
+            layer.learned_score = functools.partial(learned_score, name, layer)
+        with in_evaluation(model), forced_backend(run):
             yield
     finally:
+        vars(config).update(before)
         for layer in layers.values():
             vars(layer).pop("learned_score", None)
 
@@ -150,16 +116,28 @@ def largest_attention(call: AttentionCall, distance: int) -> Tensor:
     """
     places, softmax = call.layout.query_places, call.softmax
     query, key = softmax.compared_queries(call.tokens.query, places), softmax.compared_keys(call.tokens.key, places)
-    batch, kv_heads, tokens = key.shape[:3]
-    query, numbers = query.unflatten(1, (kv_heads, -1)), torch.arange(tokens, device=key.device)
-    wide = torch.promote_types(key.dtype, torch.float32)
-    found = torch.full((batch, kv_heads, tokens), -torch.inf, dtype=wide, device=key.device)
-    for begin in range(distance, tokens, QUERIES):
-        asking = numbers[begin : begin + QUERIES, None]
-        end = begin + len(asking)
-        far = end - distance  # the first that no query of these may count
-        scores = masked_scores(query[:, :, :, begin:end], key[:, :, None, :end], numbers[:end] <= asking, softmax).to(wide)
-        weights = scores[..., :far] - scores.logsumexp(-1, keepdim=True)
-        weights = weights.masked_fill_(numbers[:far] > asking - distance, -torch.inf).amax((2, 3))
-        found[..., :far] = torch.maximum(found[..., :far], weights)
-    return found.exp()
+    tokens, found = key.shape[2], []
+    visible = torch.ones(tokens, tokens, dtype=torch.bool, device=key.device).tril()
+    for queries, keys in zip(query.unflatten(1, (key.shape[1], -1)).unbind(1), key.unbind(1), strict=True):  # a group
+        scores = masked_scores(queries, keys[:, None], visible, softmax)
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        found.append(weights.tril_(-distance).amax((1, 2)))
+    return torch.stack(found, 1)
+
+
+def ridge_regression(sums: Tensor, heads: int, ridge: float) -> Tensor:
+    """The weights, `[heads, width]`, of a ridge regression with an intercept, which is left out, as it changes no order;
+    scaled to scores of standard deviation 1.
+
+    Args:
+        sums: over tokens, of the products of [input, 1, targets], float64, `[width + 1 + heads, width + 1 + heads]`.
+        ridge: as a share of the inputs' mean square.
+    """
+    products, with_target = sums[:-heads, :-heads], sums[:-heads, -heads:]
+    count, means = products[-1, -1], products[-1, :-1] / products[-1, -1]
+    penalty = torch.zeros_like(products)
+    penalty.diagonal()[:-1] = ridge * products.diagonal()[:-1].mean()
+    weight = torch.linalg.solve(products + penalty, with_target)[:-1].T
+    covariance = products[:-1, :-1] / count - torch.outer(means, means)
+    spread = ((weight @ covariance) * weight).sum(1, keepdim=True).sqrt()
+    return weight / spread.clamp(min=torch.finfo(spread.dtype).tiny)

@@ -60,9 +60,10 @@ class Reader:
     ):
         check_number("chunk", chunk, {"at_least": 1})
         check_number("turns", turns, {"at_least": 1})
-        self.model: Any = model
+        net: Any = model
+        self.model, cache = net, InfiniCache(net.config) if cache is None else cache
         self.tokenizer, self.chunk, self.document = tokenizer, chunk, ""
-        self.texts: dict[str, InfiniCache] = {"": cache or InfiniCache(self.model.config)}  # that were read
+        self.texts: dict[str, InfiniCache] = {"": cache}  # that were read
         self.turns: deque[tuple[str, InfiniCache]] = deque(maxlen=turns)  # texts up to the end of an answer
 
     @check_kinds
@@ -146,7 +147,7 @@ class Reader:
         new = output.sequences[:, longest:]
         # After a beam search the cache is that of the beams, and not of the text
         if len(texts) == len(output.sequences) == 1 and (options.get("num_beams") or 1) == 1:
-            said = self.tokenizer.decode(new[0, :-1], clean_up_tokenization_spaces=False)  # the last token was not read
+            said: Any = self.tokenizer.decode(new[0, :-1], clean_up_tokenization_spaces=False)  # the last was not read
             self.turns.append((texts[0] + said, cache_of(output)))
         return self.tokenizer.batch_decode(new, skip_special_tokens=True)
 
@@ -166,7 +167,8 @@ class Reader:
     def rendered(self, messages: Sequence[dict[str, str]]) -> str:
         """The messages as a text, up to where the answer begins."""
         how: dict[str, Any] = {"chat_template": self.tokenizer.chat_template or PLAIN_TEMPLATE, "tokenize": False}
-        return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **how)
+        text: Any = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **how)
+        return text
 
     def _longest(self, texts: Sequence[str]) -> tuple[str, InfiniCache]:
         """The longest beginning of all these texts that was read, and its cache."""

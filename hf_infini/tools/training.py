@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -14,7 +13,7 @@ from ..compat.cache_name import CACHE
 from ..layers.memory_layer import gates_of
 from ..ops.checks import check_kinds
 from .metrics import stream_losses, summarize
-from .parallel.shards import check_shards, shard_rows
+from .parallel import check_shards, shard_rows
 
 ROWS_OF_THE_HEAD = 256  # logits of few places are made of a multiple of so many
 
@@ -51,12 +50,13 @@ def parameter_groups(
 @check_kinds
 def gate_values(model: torch.nn.Module) -> dict[str, list[float]]:
     """sigmoid(gate) of each head, by layer: the share of the memory in that head's output; empty without gates."""
-    gates = gates_of(model).items()
-    logits = {[part for part in name.split(".") if part.isdigit()][-1]: gate().detach() for name, gate in gates}
-    for layer, shard in logits.items():
-        if isinstance(shard, DTensor):
-            logits[layer] = shard.full_tensor()  # from all processes, which all come here
-    return {layer: [round(value, 5) for value in torch.sigmoid(gate.float()).tolist()] for layer, gate in logits.items()}
+    found = {}
+    for name, gate in gates_of(model).items():
+        logits = gate().detach()
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits  # from all processes, which all come here
+        layer = [part for part in name.split(".") if part.isdigit()][-1]
+        found[layer] = [round(value, 5) for value in torch.sigmoid(logits.float()).tolist()]
+    return found
 
 
 class PerplexityTrainer(Trainer):
@@ -135,16 +135,15 @@ class PerplexityTrainer(Trainer):
             inputs = shard_rows(inputs, self.model.config, self.rows_mesh.get_group("cp"))
             # The Trainer has counted the labels of a row on every process that shares it
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch / self.context_parallel_size)
-        past = None
-        if self.past_of is not None:
-            past = self.past_of(model, len(inputs["input_ids"]), inputs["input_ids"].device)
-        context = {"use_cache": False} if past is None else {"use_cache": True, CACHE: past}
-        learned = inputs["labels"][:, 1:] != -100
+        labels = inputs["labels"][:, 1:]
+        past = None if self.past_of is None else self.past_of(model, len(labels), labels.device)
+        inputs = inputs | ({"use_cache": False} if past is None else {"use_cache": True, CACHE: past})
+        learned = labels != -100
         one_process = model is self.model and not self.is_sharded  # a distributed wrapper must see the whole call
         plain = self.label_smoother is None and self.compute_loss_func is None  # others want all logits
         if return_outputs or not (plain and one_process) or bool(learned.float().mean() > 0.5):
-            return super().compute_loss(model, inputs | context, return_outputs, num_items_in_batch)
-        targets = inputs["labels"][:, 1:][learned]
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        targets = labels[learned]
         # In half precision torch keeps what it has prepared for every number of rows that a product ever had on a CPU:
         # gigabytes after some hundred steps, unless there are few such numbers
         spare = -len(targets) % ROWS_OF_THE_HEAD
@@ -153,32 +152,28 @@ class PerplexityTrainer(Trainer):
         def keep_learned(module, args, output):
             output.last_hidden_state = F.pad(output.last_hidden_state[:, :-1][learned], (0, 0, 0, spare)).unsqueeze(0)
 
-        hook = model.get_decoder().register_forward_hook(keep_learned)
-        try:  # the model's own head, scale and loss
-            given = inputs | context | {"labels": targets, "shift_labels": targets}
-            return super().compute_loss(model, given, False, num_items_in_batch)
-        finally:
-            hook.remove()
+        with model.get_decoder().register_forward_hook(keep_learned):  # the model's own head, scale and loss
+            inputs |= {"labels": targets, "shift_labels": targets}
+            return super().compute_loss(model, inputs, False, num_items_in_batch)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """Keeps each row's loss and number of tokens, in the precision of training; what `compute_metrics` wants of a batch,
-        the Trainer then computes."""
+        """Adds up losses and tokens, in the precision of training; what `compute_metrics` wants of a batch, the Trainer then
+        computes."""
         inputs = self._prepare_inputs(inputs)
         text = inputs.get("input_ids", inputs.get("inputs_embeds"))
         chunk = None if self.rows_mesh is None else -(-text.shape[1] // self.context_parallel_size)
-        sums = text.new_zeros(len(text), 2, dtype=torch.float64)
+        sums = text.new_zeros(len(text), 2, dtype=torch.float64)  # of each row's losses and tokens
         with self.accelerator.autocast():
             for _, losses, targets in stream_losses(model, chunk=chunk, **inputs):
                 sums += torch.stack([losses.sum(1, dtype=torch.float64), (targets != -100).sum(1)], 1)
-        self.sums_of_rows.append(self.gather_function(sums))  # without the rows that fill up the last batch
+        self.evaluated += self.gather_function(sums).sum(0).cpu()  # without the rows that fill up the last batch
         return (None,) * 3 if prediction_loss_only else super().prediction_step(model, inputs, False, ignore_keys)
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
-        self.sums_of_rows: list[Tensor] = []
+        self.evaluated = torch.zeros(2, dtype=torch.float64)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        rows = [row for part in self.sums_of_rows for row in part.tolist()]
-        total = summarize((loss for loss, _ in rows), (tokens for _, tokens in rows))
-        found = {**total, "loss": total["cross_entropy"]}
+        found: dict[str, float] = summarize(*self.evaluated.unsqueeze(1).tolist())
+        found["loss"] = found["cross_entropy"]
         if self.args.report_to:  # otherwise they are only in metrics.jsonl and not printed
             for layer, heads in gate_values(self.model).items():
                 found |= {f"gates/layer_{layer}_head_{head}": value for head, value in enumerate(heads)}

@@ -49,7 +49,7 @@ class MainOptions:
     dropout: float = option(0.0, "Dropout of embeddings, residual stream and attention.", at_least=0, below=1)
     position_encoding: str | None = option(
         None, "What tells positions apart: learned (up to the context, the default), rope (rotary: any length), or another "
-        "that the model has, see docs/options.md and docs/from-scratch.md."
+        "that the model has, see docs/options.md and docs/notes/from-scratch.md."
     )  # fmt: skip
 
 

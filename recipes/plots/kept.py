@@ -20,7 +20,7 @@ def plot_kept(inspection, layer: int, head: int, file: Path) -> None:
     """A PNG file of what a head keeps of the first text of an `Inspection`, after its last token."""
     from matplotlib.patches import Patch, Rectangle
 
-    from hf_infini.tools.inspection.parts import FATES
+    from hf_infini.tools.inspection import FATES
 
     texts = [text[: text.rfind("⏎") + 1 or None] for text in inspection.texts[0]]  # without the next line's indent
     fates = [FATES[number] for number in inspection.layers[layer].fates[0, head, -1].tolist()]

@@ -11,7 +11,7 @@ from torch import distributed
 
 from decoders import decoder
 from hf_infini import InfiniCache, patch_model
-from hf_infini.tools.parallel import ShardCache, read_rows, shard_rows
+from hf_infini.tools.parallel import read_rows, shard_rows
 from models import causal_mha, infini_gpt2
 from ranks import on_ranks
 
@@ -221,7 +221,7 @@ def refusals() -> list[str]:
         lambda: model(**shard_rows(batch | ({"attention_mask": batch["input_ids"] >= 0} if rank else {}), model.config)),
         lambda: model(**shard_rows({"input_ids": batch["input_ids"].roll(rank, 1)}, model.config)),
         lambda: other(**shard_rows(batch, other.config)),
-        lambda: model(input_ids=batch["input_ids"][:, :12], past_key_values=ShardCache(model.config)),
+        lambda: model(**(shard_rows(batch, model.config) | {"input_ids": batch["input_ids"][:, :12]})),
     ]
     found = []
     for call in calls:
@@ -243,7 +243,7 @@ def test_what_cannot_be_right_is_refused_on_every_rank():
         "{'attention_mask': [False, True, True]}",
         "the ranks that share a row differ, listed by rank: {'sha256 of whole rows': ['",
         "{'update_rule': ['linear', 'delta', 'gated_delta'], 'sink_tokens': [0, 1, 2]}",
-        "a shard must be whole segments of 8 tokens, and 2 tokens at least; these are 12",
+        "a shard must be [rows, tokens] = [2, 16], as shard_rows has made it, and have 2 tokens at least; got [2, 12]",
     ]
     for found in every:
         assert not isinstance(found, Exception), found
@@ -251,38 +251,32 @@ def test_what_cannot_be_right_is_refused_on_every_rank():
             assert part in message
 
 
-def received(rule: str, tokens: int, **options) -> list[int]:
-    """Bytes that this rank receives from the others in the layers' forward and backward passes of one step, by number of
-    layers: of one layer, and of two."""
-    found, size, rank = [], distributed.get_world_size(), distributed.get_rank()
-    for layers in (1, 2):
+def received(rule: str, tokens: int, **options) -> int:
+    """Bytes that this rank receives from the others for one layer in the forward and backward pass of one step."""
+    found, rank = [], distributed.get_rank()
+    for layers in (1, 2, 3):
         model = infini_gpt2(n_layer=layers, n_positions=256, update_rule=rule, **options)
         count = 0
-
-        def all_gather(every, own, group=None, call=distributed.all_gather):
-            nonlocal count
-            count += (size - 1) * own.nbytes * own.is_floating_point()  # those of numbers are once for all layers
-            call(every, own, group)
-
-        def reduce_scatter(own, every, group=None, call=distributed.reduce_scatter):
-            nonlocal count
-            count += (size - 1) * own.nbytes
-            call(own, every, group=group)
 
         def all_to_all_single(out, given, counts, sent, group=None, call=distributed.all_to_all_single):
             nonlocal count
             count += (sum(counts) - counts[rank]) * out[:1].nbytes
             call(out, given, counts, sent, group)
 
+        def recv(tensor, call=distributed.recv, **group):
+            nonlocal count
+            count += tensor.nbytes
+            return call(tensor, **group)
+
         batch = {"input_ids": torch.randint(1, 89, (2, tokens), generator=torch.Generator().manual_seed(0))}
-        functions = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_to_all_single": all_to_all_single}
-        with mock.patch.multiple(distributed, **functions):
+        with mock.patch.multiple(distributed, all_to_all_single=all_to_all_single, recv=recv):
             model(**shard_rows(batch | {"labels": batch["input_ids"]}, model.config)).loss.backward()
         found.append(count)
-    return found
+    assert found[2] - found[1] == found[1] - found[0]
+    return found[1] - found[0]
 
 
-def counts() -> dict[str, list[list[int]]]:
+def counts() -> dict[str, list[int]]:
     options = {"segment_length": 8, "local_segments": 2, "memory_conv": 3}
     found = {rule: [received(rule, tokens, **options) for tokens in (96, 192)] for rule in RULES}
     return found | {"kept": [received("linear", tokens, **options, kept_tokens=5) for tokens in (96, 192)]}
@@ -290,7 +284,7 @@ def counts() -> dict[str, list[list[int]]]:
 
 def test_bytes_do_not_grow_with_the_text():
     """Per layer and row: the ranks' states, the window of the rank before, the convolution's inputs; backwards likewise. And
-    of each rank the kept tokens, their scores and numbers in float64, and what it gave those that later ones may see."""
+    of each rank the kept tokens, their scores and numbers, and of the rank before the scores of the window."""
     heads, width, channels = 4, 8, 32
     maps = {"linear": width * (width + 1), "delta": width + width * 2 * width, "gated_delta": width * 2 * width}
     maps["kept"] = maps["linear"]
@@ -301,6 +295,6 @@ def test_bytes_do_not_grow_with_the_text():
             weights = 2 * (rule == "gated_delta")  # log β and log α
             window = 2 * 8 * heads * (2 * width + weights) * 4 + 2 * channels * 4
             forward, backward = window * (rank > 0), window * (rank < 2)
-            kept = heads * (2 * 5 * 2 * width * 4 + 5 * 2 * 8 + (5 + 24) * 4) * (rule == "kept")
-            wanted = 2 * (2 * states + forward + backward + 2 * kept)  # two rows
-            assert lengths == [[wanted, 2 * wanted]] * 2
+            kept, scores = heads * 5 * (2 * 2 * width * 4 + 4 + 8), heads * (5 + 24) * 4 * (rank > 0)
+            wanted = 2 * states + forward + backward + (2 * kept + scores) * (rule == "kept")
+            assert lengths == [2 * wanted] * 2  # two rows

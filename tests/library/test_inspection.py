@@ -11,8 +11,8 @@ from hf_infini import InfiniCache, InfiniState, load_adapter, naive_infini_atten
 from hf_infini.models.structure import attention_layers, decoder_of
 from hf_infini.ops.attention import forced_backend
 from hf_infini.tools.inspection import inspect_attention
-from hf_infini.tools.inspection.heads import DIMENSIONS
-from hf_infini.tools.inspection.parts import KEPT, MEMORY, SINK, WINDOW, softmax_parts
+from hf_infini.tools.inspection.heads import DIMENSIONS, KEPT, MEMORY, SINK, WINDOW
+from hf_infini.tools.inspection.run import softmax_parts
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 
 # Heads' numbers are of size 1 to 10: the same float32 sums in another order

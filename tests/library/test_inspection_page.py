@@ -6,8 +6,8 @@ from browser import needs_browser, visit
 from decoders import decoder
 from hf_infini import patch_model
 from hf_infini.tools.inspection import FATES, inspect_attention
+from hf_infini.tools.inspection.heads import KEPT, MEMORY
 from hf_infini.tools.inspection.page import inspection_page
-from hf_infini.tools.inspection.parts import KEPT, MEMORY
 from models import causal_mha, infini_gpt2, token_ids
 
 WIDTHS = (1280, 390)

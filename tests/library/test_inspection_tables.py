@@ -5,7 +5,7 @@ from transformers import BertConfig, BertModel
 
 from corpora.tokenization import build_character_tokenizer, train_bpe
 from hf_infini.tools.inspection import inspect_attention
-from hf_infini.tools.inspection.labels import token_texts, unique_labels
+from hf_infini.tools.inspection.heads import token_texts, unique_labels
 from models import gpt2, infini_gpt2, token_ids
 
 TEXTS = ["A ação do coração é a razão da canção.", "Não há pão; há mãos.\n\tE a ação?", "ação ação " * 20]

@@ -11,14 +11,14 @@ import hf_infini
 from cases import plain_case
 from hf_infini import CausalMultiHeadAttention, InfiniCache, InfiniState, infini_attention, naive_infini_attention
 from hf_infini.cache import files
-from hf_infini.tools.parallel import shards
+from hf_infini.tools import parallel
 from hf_infini.tools.training import gate_values, parameter_groups
 from models import causal_mha, infini_gpt2, token_ids
 
 CHECKED = [infini_attention, naive_infini_attention, InfiniState.initial, CausalMultiHeadAttention.__init__]
 CHECKED += [InfiniCache.__init__, InfiniCache.attention_mask, InfiniCache.save_pretrained, InfiniCache.from_pretrained]
 CHECKED += [files.describe_model, files.read_memory_file]
-CHECKED += [shards.shard_rows, shards.read_rows, shards.check_shards, parameter_groups, gate_values]
+CHECKED += [parallel.shard_rows, parallel.read_rows, parallel.check_shards, parameter_groups, gate_values]
 CHECKED += [hf_infini.inspect_attention, hf_infini.fit_keep_score]
 LINEAR = nn.Linear(2, 2)
 # Values that are not of a type, though near; all others are an object's
@@ -74,4 +74,4 @@ def test_numbers_that_mean_nothing(function, change):
 @pytest.mark.parametrize("tokens, size", [(64, 0), (-16, 2)])
 def test_numbers_of_shards_that_cannot_be(tokens, size):
     with pytest.raises(ValueError, match="(tokens|size) must be at least 1; got"):
-        shards.check_shards(infini_gpt2().config, tokens, size)
+        parallel.check_shards(infini_gpt2().config, tokens, size)

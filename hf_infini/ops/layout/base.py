@@ -105,7 +105,7 @@ class GridLayout(Layout):
             rows fill the slots in order.
         target: `[batch, carried + tokens]`, the row's slot in the grid; −1: padding; with `source` or `None`.
         sink_rows: `[batch or 1, segments or 1, S]`, which rows of (the state's window up to `carried_to`, new tokens) are
-            the sinks that each segment sees; window: `[batch or 1, places]`, which the next state keeps; −1: none.
+            the sinks that each segment sees; window: `[batch, places]`, which the next state keeps; −1: none.
         skipped: `[batch, segments, slots]` bool, which tokens never reach the memory; `None`: all do.
         written: `[batch or 1, segments, slots]` bool, which slots of the delayed grid leave the window: the memory takes
             them in, but for kept tokens. What the next token still sees is in the next state's window.

@@ -202,7 +202,8 @@ def _rows(layout: GridLayout) -> tuple[Tensor, Tensor]:
     last, ended = layout.document[:, -1:], layout.tokens_seen[: len(document)].unsqueeze(1)
     row = rows_of(last, (ended // length - local) * length + places[: (local + 1) * length])
     window = F.pad(torch.where(row < 0, -1, row + before), (kept, 0), value=-1)
-    return sink_rows[:, :-1] if layout.source is not None else sink_rows, torch.cat([sink_rows[:, -1], window], 1)
+    window = torch.cat([sink_rows[:, -1], window], 1).expand(layout.batch, -1)
+    return sink_rows[:, :-1] if layout.source is not None else sink_rows, window
 
 
 def _with_memory(layout: GridLayout, memory_mask: Tensor | None, state: InfiniState | None) -> GridLayout:

@@ -1,13 +1,15 @@
 """What each head of a model did with a text: scores, weights, context vectors and memory, named and labelled by token."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .labels import unique_labels
-from .parts import FATES
-
+# What stands for characters that would not be seen
+VISIBLE = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
+FATES = ("none", "sink", "window", "kept", "memory")  # where a token is, by its number
+NONE, SINK, WINDOW, KEPT, MEMORY = range(len(FATES))
 DIMENSIONS = {
     "scores": ("batch", "head", "query", "key"),
     "weights": ("batch", "head", "query", "key"),
@@ -122,3 +124,30 @@ class Inspection:
         columns = labels[1] if len(labels) == 2 else [name]
         table = pandas.DataFrame(values.reshape(len(labels[0]), -1).numpy(), index=labels[0], columns=columns)
         return table.map(FATES.__getitem__) if name == "fates" else table
+
+
+def token_texts(tokenizer, ids: Sequence[int]) -> list[str]:
+    """The readable text of each token: `·cidade`, `⏎`; the tokenizer's own piece for one that is only a part of a letter.
+
+    Without a tokenizer (`None`), and for an id that it does not have, the id itself as `#17`.
+    """
+    return [f"#{number}" if tokenizer is None else _token_text(tokenizer, number) for number in map(int, ids)]
+
+
+def unique_labels(texts: Sequence[str]) -> list[str]:
+    """The texts; those that occur more than once are followed by `@` and their place: `·de@3`, `·de@9`."""
+    counts, placed = Counter(texts), [f"{text}@{place}" for place, text in enumerate(texts)]
+    labels = [at if counts[text] > 1 else text for text, at in zip(texts, placed, strict=True)]
+    return labels if len(set(labels)) == len(labels) else placed  # a text may look like another one's label
+
+
+def _token_text(tokenizer, number: int) -> str:
+    piece = tokenizer.convert_ids_to_tokens(number)
+    if piece is None:
+        return f"#{number}"
+    text = tokenizer.decode([number], clean_up_tokenization_spaces=False)
+    if "\ufffd" in text:
+        text = piece
+    elif piece.startswith("▁") and not text.startswith(" "):
+        text = " " + text  # SentencePiece drops the space of a text's first piece
+    return "".join(VISIBLE.get(c, c if c.isprintable() else f"⟨U+{ord(c):04X}⟩") for c in text or piece)

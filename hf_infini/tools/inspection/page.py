@@ -14,8 +14,7 @@ from importlib import resources
 import torch
 from torch import Tensor
 
-from .heads import Inspection, LayerInspection
-from .parts import MEMORY
+from .heads import MEMORY, Inspection, LayerInspection
 
 SCRIPTS = ("strings.js", "page.js", "map.js", "fates.js", "charts.js", "start.js")
 

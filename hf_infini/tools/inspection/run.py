@@ -1,21 +1,37 @@
-"""Runs a model once and collects what its heads did."""
+"""Runs a model once and collects what its heads did.
 
+A layer's output alone does not show its heads: the output projection mixes them, and fused kernels never write the weights
+down. So the model runs with functions in their place that do: one where a model of transformers looks for its attention, and
+one where a layer with a memory looks for its backend.
+
+Shapes: `B` batch, `H` heads, `K` key/value heads, `T` tokens, `S` segments, `C` slots of one, `D` head dimension.
+"""
+
+import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.masking_utils import sdpa_mask
 
 from ...compat.execution_device import device_of
 from ...layers.memory_layer import in_evaluation
-from ...models.scratch.modeling import CausalMHAModel
+from ...models.scratch.attention import CausalMultiHeadAttention
 from ...models.structure import attention_layers, decoder_of
+from ...ops.attention import attend_grid, forced_backend
 from ...ops.checks import check_kinds
+from ...ops.layout.base import GridLayout
+from ...ops.scores import visible_softmax
+from ...ops.state import Attended, AttentionCall, Projections
 from ...options import layer_kinds
-from .heads import Inspection, LayerInspection
-from .labels import token_texts
-from .parts import caught_parts
+from .heads import KEPT, MEMORY, NONE, SINK, WINDOW, Inspection, LayerInspection, token_texts
+
+INTERFACE = f"inspection of {__name__}"
 
 
 @torch.no_grad()
@@ -42,28 +58,24 @@ def inspect_attention(
     Raises:
         ValueError: a model of another kind, no such layer, a text without a tokenizer, or padded rows.
     """
-    base, attentions = _attention_modules(model)
-    wanted = list(range(len(attentions))) if layers is None else sorted(set(layers))
-    if not set(wanted) <= set(range(len(attentions))):
-        raise ValueError(f"layers must be numbers from 0 to {len(attentions) - 1}; got {wanted}.")
+    base = decoder_of(model)
+    scratch = base.config.attention if base.config.model_type == "causal_mha" else None
+    attentions = [] if scratch == "none" else attention_layers(base)
+    every = range(base.config.num_hidden_layers)
+    wanted = list(every) if layers is None else sorted(set(layers))
+    if not set(wanted) <= set(every):
+        raise ValueError(f"layers must be numbers from 0 to {every[-1]}; got {wanted}.")
     given = _model_inputs(inputs, tokenizer)
     given = {name: tensor.to(device_of(base.get_input_embeddings())) for name, tensor in given.items()}
-    watched = {number: attention for number in wanted if (attention := attentions[number]) is not None}
-    with in_evaluation(base), caught_parts(base.config, watched) as parts:
-        base(**given, use_cache=False)
-    found = {number: _layer_inspection(number, parts.get(number), base.config) for number in wanted}
+    watched = {number: attention for number, attention in enumerate(attentions) if number in wanted}
+    caught, kinds, found = _caught_parts(base, watched, given), layer_kinds(base.config), {}
+    for number in wanted:
+        parts = caught.get(number, {})
+        kind = "infini" if "gate" in parts else "global" if kinds[number] == "full_attention" else "local"
+        found[number] = LayerInspection(number, scratch or kind, parts)
     ids = given["input_ids"].cpu()
     texts = [token_texts(tokenizer, row) for row in ids.tolist()]
     return Inspection(ids, texts, found, Path(base.config.name_or_path or type(base).__name__).name)
-
-
-def _attention_modules(model) -> tuple[PreTrainedModel, list[nn.Module | None]]:
-    """The stack of blocks inside the model, without its head, and the attention of each; `None` for a block without."""
-    base = next((module for module in model.modules() if isinstance(module, CausalMHAModel)), None)
-    if base is not None:
-        return base, [getattr(block, "attn", None) for block in base.h]
-    base = decoder_of(model)
-    return base, [*attention_layers(base)]
 
 
 def _model_inputs(inputs, tokenizer) -> dict[str, Tensor]:
@@ -78,10 +90,163 @@ def _model_inputs(inputs, tokenizer) -> dict[str, Tensor]:
     return {name: given[name] for name in ("input_ids", "position_ids") if name in given}
 
 
-def _layer_inspection(number: int, parts: dict[str, Tensor] | None, config) -> LayerInspection:
-    if parts is None:
-        return LayerInspection(number, "none")
-    kind = "global" if layer_kinds(config)[number] == "full_attention" else "local"
-    if config.model_type == "causal_mha":
-        kind = config.attention
-    return LayerInspection(number, "infini" if "gate" in parts else kind, parts)
+def _caught_parts(
+    base: PreTrainedModel, layers: Mapping[int, nn.Module], given: Mapping[str, Tensor]
+) -> dict[int, dict[str, Tensor]]:
+    """Calls the model with what is given, and returns the parts of these attention modules, by their numbers: `output`, and
+    what [`softmax_parts`] or [`_memory_parts`] return, on the CPU. Other layers compute as usual."""
+    found: dict[int, dict[str, Tensor]] = {}
+    running: list[int] = []  # the number of the layer to look into, while it runs
+
+    def attention(module, query, key, value, attention_mask, *, scaling=None, softcap=None, s_aux=None, **others):
+        if s_aux is not None:
+            raise ValueError(f"cannot inspect a {type(module).__name__}: its softmax also counts learned sinks.")
+        parts = softmax_parts(query, key, value, attention_mask, scaling, softcap)
+        found.update(dict.fromkeys(running, parts))
+        return parts["heads"].to(value.dtype).transpose(1, 2), None
+
+    def run(call: AttentionCall) -> Attended:
+        if not running:
+            return attend_grid(call)
+        parts = found[running[0]] = _memory_parts(call)
+        return parts["heads"].to(call.tokens.value.dtype), None, None
+
+    def end(module, args, given, output):
+        number = running.pop()
+        if isinstance(module, CausalMultiHeadAttention) and number not in found:  # it has no use for the interface
+            arguments = {name: given[name] for name in ("mask", "position_ids")}
+            found[number] = module.parts(args[0], **arguments)._asdict()
+        if number not in found:
+            raise ValueError(f"cannot inspect layer {number}: a {type(module).__name__} computes attention in its own way.")
+        found[number]["output"] = output[0] if isinstance(output, tuple) else output
+        found[number] = {name: _widen(tensor).cpu() for name, tensor in found[number].items()}
+
+    AttentionInterface.register(INTERFACE, attention)
+    AttentionMaskInterface.register(INTERFACE, sdpa_mask)
+    with contextlib.ExitStack() as stack:
+        for number, module in layers.items():
+            stack.enter_context(module.register_forward_pre_hook(lambda *_, number=number: running.append(number)))
+            stack.enter_context(module.register_forward_hook(end, with_kwargs=True))
+        stack.callback(setattr, base.config, "_attn_implementation", base.config._attn_implementation)
+        base.config._attn_implementation = INTERFACE
+        with in_evaluation(base), forced_backend(run):
+            base(**given, use_cache=False)
+    return found
+
+
+def softmax_parts(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
+) -> dict[str, Tensor]:
+    """Scores, weights and heads of softmax(scaling · Q Kᵀ) V.
+
+    Args:
+        query: `[B, H, T, D]`, as it is compared with key `[B, K, T, D]`; value: `[B, K, T, D]`.
+        mask: bool, True = visible, broadcast to `[B, H, T, T]`; `None`: what causality leaves.
+        softcap: scores s become `softcap · tanh(s / softcap)`.
+    """
+    groups = query.shape[1] // key.shape[1]
+    query, key, value = _widen(query), *(_widen(part).repeat_interleave(groups, 1) for part in (key, value))
+    if mask is None:
+        mask = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores if softcap is None else (scores / softcap).tanh() * softcap
+    scores, weights = visible_softmax(scores, mask)
+    return {"scores": scores, "weights": weights, "heads": weights @ value}
+
+
+def _memory_parts(call: AttentionCall) -> dict[str, Tensor]:
+    """What the heads of a layer with a memory did, in a call that begins its rows.
+
+    With A_mem the heads' memory reads (equation 3), A_local their softmax attention (equation 2), and g the memory's share
+    of each token: heads = g · A_mem + (1 − g) · A_local (equation 5). A closed gate gives A_local, an open one A_mem. Both
+    are linear in the values: where each token's value is its unit vector, they are the weights.
+    """
+    widened: Any = (None if part is None else _widen(part) for part in call.tokens)
+    call, gate = call._replace(tokens=Projections(*widened)), _widen(call.gate)
+    local, weights, _ = _attended(call, torch.full_like(gate, -torch.inf))
+    memory, memory_weights, held = _attended(call, torch.full_like(gate, torch.inf))
+    mixed, mixed_weights, _ = _attended(call, gate)
+    apart = memory_weights - weights  # 0 where the document has no memory yet: then all three are the local attention
+    has_memory = apart.any(-1, keepdim=True)
+    memory, memory_weights = memory * has_memory, memory_weights * has_memory
+    share = ((mixed_weights - weights) * apart).sum(-1, keepdim=True) / apart.square().sum(-1, keepdim=True)
+    share = torch.where(has_memory, share, 0)
+    of_memory, of_local = (share * memory).norm(dim=-1), ((1 - share) * local).norm(dim=-1)
+    width, places = local.shape[-1], torch.arange(call.layout.segments, device=local.device)
+    grid = places[None, :, None, None, None].expand(call.layout.batch, -1, call.layout.slots, 1, 1)
+    segments = call.layout.from_grid(grid)[:, 0, :, 0]  # [B, T]
+    norm, holds = held[..., :width].flatten(3).norm(dim=-1), held[..., width:].any(3)
+    groups = mixed.shape[1] // held.shape[1]
+    return {
+        "scores": _scores(call, weights),
+        "weights": weights,
+        "heads": mixed,
+        "local_heads": local,
+        "memory_heads": memory,
+        "memory_weights": memory_weights,
+        "gate": torch.sigmoid(gate),
+        "token_gate": share.squeeze(-1),
+        "memory_share": torch.where(of_memory > 0, of_memory / (of_memory + of_local), 0),
+        "memory_norm": norm.repeat_interleave(groups, 1),
+        "segments": segments,
+        "fates": _fates(call.layout, segments, holds).repeat_interleave(groups, 1),
+    }
+
+
+def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Equation 5 with these logits: heads `[B, H, T, D]`, what each token's value weighs in them, `[B, H, T, T]`, and the
+    memory that each segment reads, and the one after the last, `[B, K, S + 1, D, D + T]`: behind what it has of the values,
+    what it has of each token."""
+    value, (batch, kv_heads, count, _) = call.tokens.value, call.tokens.key.shape
+    units = torch.eye(count, dtype=value.dtype, device=value.device).expand(batch, kv_heads, -1, -1)
+    tokens, held = call.tokens._replace(value=torch.cat([value, units], -1)), []
+
+    class Watched(type(call.rule)):
+        def read(self, features, memory, normaliser):
+            held.append(memory)
+            return super().read(features, memory, normaliser)
+
+    # What the state has of values is no token's
+    of_values = [name for name in call.state.tensors() if name.endswith(("memory", "_value"))]
+    state: Any = replace(call.state, **{name: F.pad(getattr(call.state, name), (0, count)) for name in of_values})
+    state = state.checked_for(tokens, call.layout.places, call.rule.normalised)
+    call = call._replace(tokens=tokens, gate=gate, state=state, rule=Watched(**vars(call.rule)), return_state=True)
+    attended: Any = attend_grid(call)
+    heads, weights = attended[0].split([value.shape[-1], count], -1)
+    return heads, weights, torch.cat([*held, attended[1].memory.unsqueeze(1)], 1).transpose(1, 2)
+
+
+def _scores(call: AttentionCall, weights: Tensor) -> Tensor:
+    """`[B, H, T, T]`, of which these are the softmax: that of a token with itself says what all others of its row are."""
+    softmax, query = call.softmax, call.tokens.query
+    key = call.tokens.key.repeat_interleave(query.shape[1] // call.tokens.key.shape[1], 1)
+    place = slice(0, 1)  # both in the same place of the window, whichever it is
+    own = (softmax.compared_queries(query, place) * softmax.compared_keys(key, place)).sum(-1) * softmax.scaling_of(query)
+    own = own if softmax.softcap is None else (own / softmax.softcap).tanh() * softmax.softcap
+    log_sum = own - weights.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(weights.dtype).tiny).log()
+    return weights.log() + log_sum.unsqueeze(-1)
+
+
+def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
+    """`[B, K, S + 1, T]`, int8: where each token is, as a number of `FATES`, when each segment is read and after the last.
+
+    Args:
+        segments: of the tokens, `[B, T]`; taken_in: by the memory, `[B, K, S + 1, T]` bool.
+    """
+    moments = torch.arange(layout.segments + 1, device=segments.device)
+    latest = moments.minimum(layout.document[:, -1:] + layout.tokens_seen.unsqueeze(1) // layout.segment_length)
+    ago = latest.unsqueeze(2) - segments.unsqueeze(1)  # [B, S + 1, T], in segments
+    document = layout.document.expand(len(segments), -1)
+    here = (ago >= 0) & (document.unsqueeze(2) == document.gather(1, segments).unsqueeze(1))
+    left = torch.tensor(KEPT, device=segments.device)
+    if layout.skipped is not None:
+        skipped = layout.from_grid(layout.skipped[..., None, None])[..., 0].unsqueeze(1)
+        left = torch.where(skipped, NONE, left)
+    fates = torch.where(taken_in, MEMORY, left)
+    fates = torch.where((ago <= layout.local_segments).unsqueeze(1), WINDOW, fates)
+    fates = torch.where((layout.positions < layout.sink_tokens)[:, None, None], SINK, fates)
+    return torch.where(here.unsqueeze(1), fates, NONE).to(torch.int8)
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if tensor.is_floating_point() else tensor
