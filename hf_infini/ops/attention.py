@@ -175,7 +175,7 @@ def attend_grid(call: AttentionCall) -> Attended:
         windows = [_windows(groups[number : number + 2], end - begin, local_segments) for groups in delayed[:2]]
         leaving: Any = [window[..., : layout.slots, :] for window in windows] if local_segments else windows
         log_weight = None if grids[2] is None else delayed[2][number][:, : end - begin].transpose(2, 3)
-        written = layout.written[:, begin:end, None, :, None]
+        written: Any = None if layout.writes_all else layout.written[:, begin:end, None, :, None]
         if sinks:
             windows = [torch.cat([p[:, begin:end], window], 3) for p, window in zip(first_tokens, windows, strict=True)]
         keys, values = softmax.compared_keys(windows[0], layout.key_places()), windows[1]

@@ -173,6 +173,12 @@ class GridLayout(Layout):
         return found.masked_fill((self.sink_rows < 0)[..., None, None], 0)
 
     @property
+    def writes_all(self) -> bool:
+        """Whether all slots are `written`, which saves a pass over the keys: whole segments of plain rows."""
+        plain = self.source is None and self.skipped is None and not (self.local_segments or self.ahead)
+        return plain and self.carried + self.tokens == self.segments * self.segment_length
+
+    @property
     def query_places(self) -> slice:
         """Where a segment's slots are in the window of its queries."""
         begin = self.ahead + self.local_segments * self.segment_length
