@@ -24,12 +24,11 @@ from transformers.cache_utils import Cache
 from ..compat.execution_device import device_of
 from ..compat.swap_class import swap_class
 from ..ops.attention import attend, initial_state
-from ..ops.backends import AttentionCall
 from ..ops.convolution import short_convolution
 from ..ops.memory import KEEP_SCORES, MemoryRule
 from ..ops.positions import rotation
 from ..ops.rules import RULES
-from ..ops.state import Projections
+from ..ops.state import AttentionCall, Projections
 from ..ops.window import Rotary, ScoreOptions, window_attention
 
 # What `MemoryLayerMixin.add_memory_parameters` makes

@@ -2,31 +2,34 @@
 
     A = sigmoid(β) A_mem + (1 − sigmoid(β)) A_dot
 
-[`infini_attention`] makes the layout of a call and passes it to [`attend`], which the models call. A call of one token is in
-step.py. All others process the grid of segments group by group, and pass the state from group to group. The size of a
-group is chosen so that intermediate results fit into the cache (CPU), or so that there are few kernel launches (GPU).
+[`infini_attention`] makes the layout of a call and passes it to [`attend`], which the models call: the one seam where fused
+kernels can take the place of plain torch. There a call of one token is in step.py. All others process the grid of segments
+group by group, and pass the state from group to group. The size of a group is chosen so that intermediate results fit into
+the cache (CPU), or so that there are few kernel launches (GPU).
 
 Shapes: the grid of the layout, `[B, S, C, H, D]`, is cut into groups `[B, N, H, C, D]` of `N` segments, heads before tokens,
 so that every product is one of contiguous matrices.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .backends import TRITON, Attended, AttentionCall, Backend, choose
 from .checks import check_arguments, check_kinds
-from .kept import KeptInGrid, first_scores, with_sinks_before
+from .kept import KeptInGrid, choosable_segments, first_scores, with_kept, with_sinks_before
 from .layout.base import GridLayout
 from .layout.build import segment_layout
-from .layout.step import StepLayout
-from .memory import EPS, KEEP_SCORES, MemoryRule, memory_weight, mix
+from .memory import EPS, KEEP_SCORES, MemoryRule, mix
 from .rules import memory_rule
-from .state import InfiniState, Projections
-from .step import attend_step
+from .state import Attended, AttentionCall, InfiniState, Projections
+from .step import StepLayout, attend_step
 from .window import Rotary, ScoreOptions, window_attention
 
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
@@ -79,7 +82,7 @@ def infini_attention(
             "gated_delta", token by token with features less σ(0) of length one: M = α (M − β k kᵀ M) + β k vᵀ, read as q M.
         feature_map: what makes positive features of the memory's queries and keys: "elu", ELU + 1 (the paper), or "exp".
         denominator: "separate", one for the window and one for the memory (the paper); or "shared", one for both, so that
-            the memory's share also depends on what the token finds: [`memory_weight`].
+            the memory's share also depends on what the token finds: [`mix`].
         local_segments: earlier segments that the softmax sees, 0 in the paper.
         sink_tokens: how many first tokens of its document every query sees by softmax (attention sinks, arXiv 2309.17453);
             the memory never takes them in. Fewer than a segment has; 0 in the paper.
@@ -142,7 +145,8 @@ def attend(call: AttentionCall) -> Attended:
     if layout.kept_tokens and not call.scored:
         tokens = tokens._replace(score=first_scores(rule.keep_score, tokens.key, tokens.score))
     call = call._replace(tokens=tokens, state=call.state.checked_for(tokens, layout.places, rule.normalised))
-    return choose(call, BACKENDS)[0].run(call)
+    forced = _forced[-1] if _forced else None
+    return forced(call) if callable(forced) else choose(call)[0].run(call)
 
 
 def attend_grid(call: AttentionCall) -> Attended:
@@ -156,36 +160,36 @@ def attend_grid(call: AttentionCall) -> Attended:
     # Keys, values and log weights; what leaves the windows of a group, w segments later, is what the memory takes in
     given = zip(tokens[1:4], state.windows(), strict=False)
     grids = [None if new is None else layout.to_grid(new, window) for new, window in given]
-    size = _group_size(layout, tokens.key, softmax)
+    size = _group_size(layout, tokens.key)
     memory, normaliser, start, dtype = state.memory, state.normaliser, state.start(), state.memory.dtype
     gate = gate.to(dtype)[:, None, None]
     first_tokens = []
     if sinks:
-        pairs = zip(grids, (state.local_key, state.local_value), strict=False)
+        pairs = (tokens.key, state.local_key), (tokens.value, state.local_value)
         first_tokens = [layout.sinks(*pair).expand(-1, layout.segments, -1, -1, -1).transpose(2, 3) for pair in pairs]
     queries_of, *delayed = [_groups(all_queries, size), *(_groups(grid, size, local_segments) for grid in grids)]
-    outputs, weights = [], None
+    outputs, all_weights = [], []
     for number, begin in enumerate(range(0, layout.segments, size)):
         end = min(begin + size, layout.segments)
         queries = queries_of[number].transpose(2, 3).contiguous()
         windows = [_windows(groups[number : number + 2], end - begin, local_segments) for groups in delayed[:2]]
         leaving: Any = [window[..., : layout.slots, :] for window in windows] if local_segments else windows
         log_weight = None if grids[2] is None else delayed[2][number][:, : end - begin].transpose(2, 3)
-        written: Any = None if layout.written is None else layout.written[:, begin:end, None, :, None]
+        written: Any = None if layout.writes_all else layout.written[:, begin:end, None, :, None]
         if sinks:
             windows = [torch.cat([p[:, begin:end], window], 3) for p, window in zip(first_tokens, windows, strict=True)]
-        keys, values = softmax.compared_keys(windows[0], layout.key_places), windows[1]
+        keys, values = softmax.compared_keys(windows[0], layout.key_places()), windows[1]
         compared = softmax.compared_queries(queries, layout.query_places)
         mask, left = layout.window_mask(begin, end), layout.left[:, begin:end]
         if keeping is not None:
             kept = left.clamp(max=layout.kept_tokens)
             keys = with_sinks_before(keys, windows[0], layout, kept, softmax)
             keeping.see(compared, keys, mask, begin, end, softmax)
-            of_group = keeping.choose([*leaving, log_weight], written[:, :, 0, :, 0], begin, end)
-            keys, values, mask = of_group.visible(keys, values, mask, layout.most_kept, kept, softmax)
-            *leaving, log_weight, evicted = of_group.evicted()
-            written = evicted.unsqueeze(-1)
+            seen, evicted = keeping.choose([*leaving, log_weight], begin, end)
+            keys, values, mask = with_kept(keys, values, mask, seen, layout, softmax)
+            leaving, log_weight, written = evicted[:2], evicted.log_weight, evicted.position >= 0
         local, log_sum, weights = window_attention(compared, keys, values, mask, softmax, rule.shared)
+        all_weights.append(weights)
 
         with torch.autocast(tokens.key.device.type, enabled=False):
             query_features = rule.query_features(queries.to(dtype)).unflatten(2, (kv_heads, -1)).flatten(3, 4)
@@ -193,44 +197,30 @@ def attend_grid(call: AttentionCall) -> Attended:
             before, (memory, normaliser) = rule.states(parts, memory, normaliser, start, layout.continues(begin, end))
             found = rule.read(query_features, *before)
             read, mass = (tensor.unflatten(3, (-1, layout.slots)).flatten(2, 3) for tensor in found)
-            log_sum = None if log_sum is None else log_sum.unsqueeze(-1)
-            share = memory_weight(gate, mass, log_sum, width, rule.eps)
-            if state.start_memory is None:  # there is nothing to read where the memory is empty
-                share = share * (left > layout.kept_tokens)[:, :, None, None, None]
-            outputs.append(mix(local, read, share).transpose(2, 3))
+            filled = (left > layout.kept_tokens)[:, :, None, None, None] if state.start_memory is None else None
+            outputs.append(mix(local, (read, mass), gate, log_sum, filled, width, rule.eps).transpose(2, 3))
     output = layout.from_grid(outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
-    weights = None if weights is None else _weights_per_token(weights, layout)
+    weights = _weights_per_token(torch.cat(all_weights, 1), layout) if softmax.written_out else None
     if not return_state:
         return output, None, weights
     if keeping is not None:
         tokens, state = keeping.scored(tokens, state)
     state = state.map_windows(lambda window, new: layout.next_window(new, window), tokens)
-    state = state if keeping is None else keeping.kept.into(state, layout.kept_places)
+    state = state if keeping is None else keeping.kept.into(state, layout)
     # Copies, for these are two of many states that the call made, and would keep all of them in memory; with the strides of
     # new tensors also in a batch of one, for torch.cond compares them
     memory, normaliser = (part.clone(memory_format=torch.contiguous_format) for part in (memory, normaliser))
     return output, state.after(layout, memory=memory, normaliser=normaliser), weights
 
 
-def _is_step(call: AttentionCall) -> tuple[bool, str]:
-    fits = isinstance(call.layout, StepLayout)
-    return fits, "plain torch, one token for every row" if fits else "not one token for every row"
-
-
-BACKENDS = (
-    TRITON,
-    Backend("step", _is_step, attend_step),
-    Backend("grid", lambda call: (not _is_step(call)[0], "plain torch, in a grid of segments"), attend_grid),
-)
-
-
-def _group_size(layout: GridLayout, key: Tensor, softmax: ScoreOptions) -> int:
-    """Segments that are worked on at a time: all where their weights are returned, and in a graph, for the compiler keeps
-    intermediate results small."""
+def _group_size(layout: GridLayout, key: Tensor) -> int:
+    """Segments that are worked on at a time: all in a graph, for the compiler keeps intermediate results small."""
     fits = layout.segments
-    if not (softmax.written_out or torch.compiler.is_compiling()):
+    if not torch.compiler.is_compiling():
         elements = key[:, :, :1].numel() * layout.slots
         fits = GROUP_ELEMENTS.get(key.device.type, GROUP_ELEMENTS["cuda"]) // elements
+    if layout.kept_tokens:
+        fits = min(fits, choosable_segments(layout, key))
     return max(1, fits, layout.local_segments)  # a window reaches into the group before at most
 
 
@@ -256,12 +246,9 @@ def _windows(groups: Sequence[Tensor], count: int, local_segments: int) -> Tenso
 
 def _weights_per_token(weights: Tensor, layout: GridLayout) -> Tensor:
     """`[B, N, H, C, W]` as `[B, H, tokens, places]`, zero for padding."""
-    sizes = (layout.sink_tokens, layout.most_kept, (layout.local_segments + 1) * layout.slots)
-    sinks, kept, segments = weights.transpose(2, 3).split(sizes, -1)
-    kept = F.pad(kept, (layout.kept_tokens - layout.most_kept, 0))
-    segments = segments.unflatten(-1, (layout.local_segments + 1, layout.slots))
-    segments = F.pad(segments, (0, layout.segment_length - layout.slots)).flatten(-2)
-    return layout.from_grid(torch.cat([sinks, kept, segments], -1))
+    whole = weights.new_zeros(*weights.shape[:-1], layout.places)
+    whole = whole.index_copy(-1, layout.key_places(layout.most_kept), weights)
+    return layout.from_grid(whole.transpose(2, 3))
 
 
 def initial_state(
@@ -271,3 +258,106 @@ def initial_state(
     options: dict[str, Any] = {"log_weights": 0 if tokens.log_weight is None else rule.rates}
     options |= {"normalised": rule.normalised, "scores": len(KEEP_SCORES[rule.keep_score])}
     return InfiniState.initial(tokens.key, tokens.value, *window, **options, **start)
+
+
+class Backend(NamedTuple):
+    """A way to compute a call.
+
+    Attributes:
+        name: by which it can be forced.
+        fits: whether it can compute the call, and why, or why not.
+        run: computes it.
+    """
+
+    name: str
+    fits: Callable[[AttentionCall], tuple[bool, str]]
+    run: Callable[[AttentionCall], Attended]
+
+
+def choose(call: AttentionCall) -> tuple[Backend, str]:
+    """The first backend that fits, or the one whose name is forced, and what each says of the call up to that one.
+
+    Raises:
+        ValueError: a backend is forced that does not fit, or that there is not.
+    """
+    forced, reasons = _forced[-1] if _forced else None, []
+    for backend in BACKENDS:
+        if forced in (None, backend.name):
+            fits, reason = backend.fits(call)
+            reasons.append(f"{backend.name}: {reason}")
+            if fits:
+                return backend, "; ".join(reasons)
+    names = ", ".join(backend.name for backend in BACKENDS)
+    raise ValueError(f"no backend of {names} computes this call{': ' * bool(reasons)}{'; '.join(reasons)}.")
+
+
+_forced: list[str | Callable[[AttentionCall], Attended]] = []
+
+
+@contextlib.contextmanager
+def forced_backend(backend: str | Callable[[AttentionCall], Attended]) -> Iterator[None]:
+    """Within it, calls are computed by the backend of this name, or raise a ValueError that says why they cannot; or by this
+    function."""
+    _forced.append(backend)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+WIDTHS = (16, 32, 64, 128)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
+    """Whether the kernels of linear.py compute the call; the first reason against it."""
+    if torch.compiler.is_compiling():  # before anything that a graph would have to follow
+        return False, "a graph of torch.compile, which fuses plain torch itself"
+    query, key, value = call.tokens[:3]
+    # These two at once, for every layer asks at every new token
+    if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return False, "not on a CUDA device"
+    if not isinstance(call.layout, GridLayout):
+        return False, "one token for every row"
+    rule, softmax = call.rule, call.softmax
+    refused = {
+        "triton is not installed": importlib.util.find_spec("triton") is None,
+        "code that came with a model has no kernels": not __name__.endswith(".ops.attention"),
+        f"no kernel for update_rule={rule.update_rule!r}": rule.update_rule != "linear",
+        f"no kernel for denominator={rule.denominator!r}": rule.denominator != "separate",
+        "local weights are returned": softmax.written_out,
+        "no kernel for kept tokens": call.layout.kept_tokens > 0,
+        "no kernel for dropout": softmax.dropout > 0,
+        "no kernel for softcap": softmax.softcap is not None,
+        "no kernel for query weights beside rotary positions": None not in (softmax.query_weight, softmax.rotary),
+        f"no kernel for {query.dtype}": not {query.dtype, key.dtype, value.dtype} <= set(DTYPES),
+        f"heads are {query.shape[3]} and {value.shape[3]} wide, not one of {', '.join(map(str, WIDTHS))}": (
+            not {query.shape[3], value.shape[3]} <= set(WIDTHS)
+        ),
+        "a tensor of more numbers than 32 bits count": max(query.numel(), key.numel(), value.numel()) >= 2**31,
+    }
+    for reason, holds in refused.items():
+        if holds:
+            return False, reason
+    if softmax.rotary is not None:
+        width = softmax.rotary.tables[0].shape[-1]
+        if width != query.shape[3] or _module("rotary").halves_of(softmax.rotary) is None:
+            return False, "no kernel for this way of turning by rotary positions"
+    return True, "Triton kernels"
+
+
+def _module(name: str) -> Any:
+    """A module of kernels/, by its name: imported only where its compiler is installed, and not saved with a model."""
+    return importlib.import_module(f".kernels.{name}", __package__)
+
+
+def _is_step(call: AttentionCall) -> tuple[bool, str]:
+    fits = isinstance(call.layout, StepLayout)
+    return fits, "plain torch, one token for every row" if fits else "not one token for every row"
+
+
+BACKENDS = (
+    Backend("triton", _fits_linear, lambda call: _module("linear").run(call)),
+    Backend("step", _is_step, attend_step),
+    Backend("grid", lambda call: (not _is_step(call)[0], "plain torch, in a grid of segments"), attend_grid),
+)

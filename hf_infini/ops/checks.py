@@ -8,7 +8,7 @@ from collections.abc import Callable
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -18,40 +18,40 @@ from .window import Rotary
 
 Function = TypeVar("Function", bound=Callable)
 LIMITS = {"scaling": {}, "softcap": {"greater_than": 0}, "dropout": {"at_least": 0, "below": 1}, "eps": {"at_least": 0}}
-ACCEPTED: dict[Any, type] = {int: Integral, float: Real, Path: os.PathLike, Any: object}  # for these annotations
+# For these annotations
+ACCEPTED: dict[Any, type] = {int: Integral, float: Real, Path: os.PathLike, Any: object, inspect.Parameter.empty: object}
 
 
 def check_kinds(function: Function) -> Function:
     """Decorator: arguments that are not of their annotated types are refused by name, with a ValueError, before anything is
     computed; what is in a container is not looked at, and True is no number. Not in a graph of torch.compile."""
+    signature = inspect.signature(function)
+    wanted = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    kinds = {name: _kinds(annotation) for name, annotation in wanted.items()}
+
+    def check(args, kwargs) -> None:
+        for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
+            if not isinstance(value, kinds[name]) or (isinstance(value, bool) and not {bool, object} & {*kinds[name]}):
+                kind = type(value).__name__
+                shown = f"{value!r:.60} ({kind})" if isinstance(value, (str, int, float)) else kind
+                allowed = re.sub(r"[\w.]+\.", "", inspect.formatannotation(wanted[name]))
+                raise ValueError(f"{name} must be of type {allowed}; got {'None' if value is None else shown}.")
 
     @functools.wraps(function)
     def checked(*args, **kwargs):
-        if not torch.compiler.is_compiling():
-            types = _types(function)
-            for name, value in (*zip(types, args, strict=False), *kwargs.items()):
-                annotation, kinds = types.get(name, (Any, (object,)))
-                if not isinstance(value, kinds) or (isinstance(value, bool) and not {bool, object} & {*kinds}):
-                    kind = type(value).__name__
-                    shown = f"{value!r:.60} ({kind})" if isinstance(value, (str, int, float)) else kind
-                    allowed = re.sub(r"[\w.]+\.", "", inspect.formatannotation(annotation))
-                    raise ValueError(f"{name} must be of type {allowed}; got {'None' if value is None else shown}.")
+        if not torch.compiler.is_compiling():  # a graph could not hold the signature
+            check(args, kwargs)
         return function(*args, **kwargs)
 
     result: Any = checked
     return result
 
 
-@functools.cache
-def _types(function: Callable) -> dict[str, tuple[Any, tuple[type, ...]]]:
-    """The annotation of each parameter, in order, and the types that it allows."""
-    hints, types = get_type_hints(function), {}
-    for name in inspect.signature(function).parameters:
-        wanted = hints.get(name, Any)
-        parts = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
-        parts = [get_origin(part) or part for part in parts]
-        types[name] = wanted, tuple(ACCEPTED.get(part, part) for part in parts)
-    return types
+def _kinds(annotation: Any) -> tuple[type, ...]:
+    """The types that an annotation allows."""
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    parts = (get_origin(part) or part for part in parts)
+    return tuple(ACCEPTED.get(part, part) for part in parts)
 
 
 def check_arguments(

@@ -12,7 +12,7 @@ of zero, are equal whatever the order.
 
 Shapes: `B` batch, `K` key/value heads, `N` segments, `C` slots of one, `R` scores of a token. What is kept has as many
 *places* as the option says, right-aligned, in the order of positions. The *rows* among which is chosen are what was kept
-before, and then the tokens of the segments that leave the window: `[B, places + N · C, K, …]`.
+before, and then the tokens of the segments that leave the window: `[B, K, places + N · C, …]`.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,14 +31,15 @@ from .window import ScoreOptions, masked_scores
 # half, nats from 4,096 to 8,191 tokens (16,384 of Shakespeare): 3.802 without fading, 3.742, 3.743, 3.765 with 1.2, 4, 12
 FADE = 4
 LEAST = torch.finfo(torch.float32).tiny  # of attention, in the logarithm
-CHOICE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}  # rows times segments among which is chosen at a time
+CHOICE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}  # rows times segments among which is chosen at a time
 
 
 class Kept(NamedTuple):
-    """What is kept of each row's document, `[B, places, K, …]` each; zeros, and position −1, where there is no token.
+    """Tokens of each row's document, `[B, K, tokens, …]` each.
 
     Attributes:
-        position: the number of the token in its document, int64, `[B, places, K, 1]`; the others are as in [`Projections`].
+        position: the number of the token in its document, int64, `[B, K, tokens, 1]`; −1 where there is none, and the others
+            mean nothing. These are as in [`Projections`].
     """
 
     key: Tensor
@@ -48,23 +49,25 @@ class Kept(NamedTuple):
     position: Tensor
 
     @classmethod
-    def of_state(cls, state: InfiniState, places: slice) -> "Kept":
+    def of_state(cls, state: InfiniState, layout: Layout) -> "Kept":
+        """What a state keeps."""
         position: Any = state.kept_position
+        places = slice(layout.sink_tokens, layout.ahead)
         windows: Any = (None if window is None else window[:, :, places] for window in state.windows())
         key, value, log_weight, score = windows
-        return cls(key, value, log_weight, score, position.unsqueeze(-1)).map(lambda part: part.transpose(1, 2))
+        return cls(key, value, log_weight, score, position.unsqueeze(-1))
 
-    def into(self, state: InfiniState, places: slice) -> InfiniState:
-        """The state that keeps this in these places of its windows."""
-        key, value, log_weight, score, position = self.map(lambda part: part.transpose(1, 2))
+    def into(self, state: InfiniState, layout: Layout) -> InfiniState:
+        """The state that keeps this."""
 
         def put(window, kept):
-            sinks = window[:, :, : places.start]
+            sinks = window[:, :, : layout.sink_tokens]
             sinks = torch.zeros_like(sinks) if window is state.local_score else sinks  # they need none
-            return torch.cat([sinks, kept.to(window.dtype), window[:, :, places.stop :]], 2)
+            kept = kept.masked_fill(self.position < 0, 0).to(window.dtype)
+            return torch.cat([sinks, kept, window[:, :, layout.ahead :]], 2)
 
-        state = state.map_windows(put, Projections(key, key, value, log_weight, score))
-        return replace(state, kept_position=position[..., 0].contiguous())
+        state = state.map_windows(put, Projections(self.key, *self[:4]))
+        return replace(state, kept_position=self.position[..., 0].contiguous())
 
     def map(self, function: Callable[..., Tensor], *others: "Kept") -> "Kept":
         """`function(part, *of the others)` for each part that there is."""
@@ -72,10 +75,12 @@ class Kept(NamedTuple):
         return Kept(*parts)
 
     def taken(self, index: Tensor) -> "Kept":
-        """What is kept of such rows; `index`: `[B, K, places]`, −1 for none."""
-        flat, empty = flat_index(index, self.key.shape[1]), (index < 0).transpose(1, 2).unsqueeze(-1)
-        kept = self.map(lambda part: take(part, flat).transpose(1, 2).masked_fill(empty, 0))
-        return kept._replace(position=kept.position.masked_fill(empty, -1))
+        """The tokens at these indices, `[B, N, K, tokens, …]` each; `index`: `[B, N, K, tokens]`, −1 for none."""
+        batch, heads, count = self.position.shape[:3]
+        first = torch.arange(batch * heads, device=index.device).view(batch, 1, heads, 1) * count
+        flat = (index.clamp(min=0) + first).flatten()
+        found = self.map(lambda part: part.flatten(0, 2).index_select(0, flat).unflatten(0, index.shape))
+        return found._replace(position=found.position.masked_fill((index < 0).unsqueeze(-1), -1))
 
 
 def first_scores(keep_score: str, key: Tensor, learned: Tensor | None) -> Tensor:
@@ -120,8 +125,8 @@ def with_sinks_before(
     return torch.cat([turned, compared[..., sinks:, :]], 3)
 
 
-def final_scores(keep_score: str, leaving: "Kept", layout: Layout) -> Tensor:
-    """The scores of tokens that leave, `[B, s, C, K, R]`.
+def final_scores(keep_score: str, leaving: Kept, layout: Layout) -> Tensor:
+    """The scores of tokens that leave, `[B, N, K, C, R]`.
 
     Of the attention a token has received that is the logarithm of the mean over its queries, which are those of its segment,
     from itself on, and of the segments after it in the window; plus its position in units of [`FADE`] times the kept tokens.
@@ -130,8 +135,8 @@ def final_scores(keep_score: str, leaving: "Kept", layout: Layout) -> Tensor:
     scores = leaving.score
     if "attention" not in KEEP_SCORES[keep_score]:
         return scores
-    slots = torch.arange(scores.shape[2], device=scores.device)
-    queries = ((layout.local_segments + 1) * layout.segment_length - slots).to(scores.dtype)[:, None, None]
+    slots = torch.arange(scores.shape[3], device=scores.device)
+    queries = ((layout.local_segments + 1) * layout.segment_length - slots).to(scores.dtype).unsqueeze(-1)
     mean = (scores[..., :1] / queries).clamp(min=LEAST).log()
     return torch.cat([mean + leaving.position.to(scores.dtype) / (FADE * layout.kept_tokens), scores[..., 1:]], -1)
 
@@ -141,7 +146,7 @@ class KeptInGrid:
 
     Attributes:
         kept: before the group, and then after it.
-        scores: of the grid's tokens so far, `[B, w + segments, C, K, R]`; the first w segments are empty.
+        scores: of the grid's tokens so far, `[B, w + segments, K, C, R]`; the first w segments are empty.
         sees: whether what is seen still counts for them.
     """
 
@@ -149,10 +154,10 @@ class KeptInGrid:
         self, tokens: Projections, layout: GridLayout, rule: MemoryRule, state: InfiniState, scored: bool = False
     ):
         self.layout, self.rule, self.sees = layout, rule, "attention" in KEEP_SCORES[rule.keep_score] and not scored
-        self.kept = Kept.of_state(state, layout.kept_places)
+        self.kept = Kept.of_state(state, layout)
         self.kept = self.kept._replace(score=self.kept.score.detach())
         new: Any = tokens.score
-        scores = layout.to_grid(new, state.local_score).detach()
+        scores = layout.to_grid(new, state.local_score).detach().transpose(2, 3)
         self.scores = pad(scores, (0,) * 6 + (layout.local_segments, 0)).clone()
         ones = torch.ones(layout.batch, 1, layout.tokens, 1, dtype=torch.bool, device=scores.device)
         self.asking = layout.to_grid(ones, None)[..., 0, 0]
@@ -163,150 +168,60 @@ class KeptInGrid:
         if not self.sees:
             return
         received = received_attention(query, key, mask, self.asking[:, begin:end].unsqueeze(2), softmax)
-        received = received[..., self.layout.sink_tokens :].unflatten(-1, (-1, self.layout.slots)).permute(3, 0, 1, 4, 2)
+        received = received[..., self.layout.sink_tokens :].unflatten(-1, (-1, self.layout.slots)).movedim(3, 0)
         for shift, of_segments in enumerate(received):
             self.scores[:, begin + shift : end + shift, ..., 0] += of_segments
 
-    def choose(self, leaving: Sequence[Any], written: Any, begin: int, end: int) -> "KeptOfGroup":
-        """What segments `begin … end` see and evict; `leaving`: keys, values and log weights of the tokens that leave while
-        they are read, `[B, N, K, C, …]` each; `written`: as of [`keep_best`]. All that these have received is known."""
-        layout, scores = self.layout, self.scores[:, begin:end]
-        parts: Any = (None if part is None else part.transpose(2, 3) for part in leaving)
-        key, value, log_weight = parts
+    def choose(self, leaving: Sequence[Any], begin: int, end: int) -> tuple[Kept, Kept]:
+        """What segments `begin … end` see of what is kept, and evict: [`keep_best`]. `leaving`: keys, values and log weights
+        of the tokens that leave while they are read, `[B, N, K, C, …]` each. All that these have received is known."""
+        layout, scores, written = self.layout, self.scores[:, begin:end], self.layout.written[:, begin:end]
         documents = layout.documents(begin, end) if layout.packed else None
-        position = layout.delayed_numbers(begin, end)[..., None, None].expand_as(scores[..., :1])
+        position = layout.delayed_numbers(begin, end)[:, :, None, :, None].expand_as(scores[..., :1])
+        key, value, log_weight = leaving
         new = Kept(key, value, log_weight, scores, position)
-        found = keep_best(self.kept, new, written, self.rule.keep_score, layout, documents)
-        self.kept = found.kept
-        return found
+        seen, self.kept, evicted = keep_best(self.kept, new, written, self.rule.keep_score, layout, documents)
+        return seen, evicted
+
+    def choose_all(self, leaving: Sequence[Any]) -> Kept:
+        """What all segments evict; arguments as of `choose`."""
+        size, found = choosable_segments(self.layout, leaving[0]), []
+        for begin in range(0, self.layout.segments, size):
+            part = [None if tokens is None else tokens[:, begin : begin + size] for tokens in leaving]
+            found.append(self.choose(part, begin, min(begin + size, self.layout.segments))[1])
+        return found[0].map(lambda *parts: torch.cat(parts, 1), *found[1:])
 
     def scored(self, tokens: Projections, state: InfiniState) -> tuple[Projections, InfiniState]:
         """The call's tokens, and the state's window, with what they have received."""
-        layout, scores, window = self.layout, self.scores[:, self.layout.local_segments :], state.local_score
+        layout, window = self.layout, state.local_score
+        scores = self.scores[:, layout.local_segments :].transpose(2, 3)
         if window is not None:
             window, end = window.detach().clone(), layout.carried_to
             window[:, :, end - layout.carried : end] = scores.flatten(1, 2)[:, : layout.carried].transpose(1, 2)
         return tokens._replace(score=layout.from_grid(scores)), replace(state, local_score=window)
 
 
-class KeptOfGroup(NamedTuple):
-    """What the segments of a group see and evict.
-
-    Attributes:
-        rows: among which is chosen.
-        before: `[B, N, K, places]`, which rows are kept when each of the segments is read, −1 for none; last: `[B, K,
-            places]`, after them.
-        evicted_rows: `[B, N, K, C]`, what the memory takes in after each segment is read, left-aligned.
-    """
-
-    rows: Kept
-    before: Tensor
-    last: Tensor
-    evicted_rows: Tensor
-    layout: Layout
-
-    def visible(
-        self, keys: Tensor, values: Tensor, mask: Tensor, most: int, kept: Tensor, softmax: ScoreOptions
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, as they are compared, and values of the windows, `[B, N, K, W, D]`, and their mask, with the kept tokens
-        between sinks and segments; `most`: how many there are at most; `kept`: `[B, N]`, how many there are."""
-        sinks, places = self.layout.sink_tokens, self.layout.kept_places
-        if not most:
-            return keys, values, mask
-        index = flat_index(self.before[..., -most:], self.rows.key.shape[1])
-        kept_keys = softmax.compared_keys(take(self.rows.key, index), slice(places.stop - most, places.stop))
-        pairs = (kept_keys, keys), (take(self.rows.value, index), values)
-        keys, values = (torch.cat([part[..., :sinks, :], found, part[..., sinks:, :]], 3) for found, part in pairs)
-        filled = torch.arange(most, 0, -1, device=keys.device) <= kept.unsqueeze(-1)
-        filled = filled[:, :, None, None].expand(-1, -1, -1, mask.shape[3], -1)
-        mask = mask.expand(filled.shape[0], -1, -1, -1, -1)
-        return keys, values, torch.cat([mask[..., :sinks], filled, mask[..., sinks:]], -1)
-
-    @property
-    def kept(self) -> Kept:
-        """What is kept after the last of the segments."""
-        return self.rows.taken(self.last)
-
-    def evicted(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Keys, values and log weights of what the memory takes in, `[B, N, K, C, D]`; and which of them are any, `[B, N, K,
-        C]` bool."""
-        index = flat_index(self.evicted_rows, self.rows.key.shape[1])
-        log_weight = None if self.rows.log_weight is None else take(self.rows.log_weight, index)
-        return take(self.rows.key, index), take(self.rows.value, index), log_weight, self.evicted_rows >= 0
+def choosable_segments(layout: GridLayout, key: Tensor) -> int:
+    """Among how many segments' tokens is chosen at a time; `key`: `[B, …, K, tokens, D]`."""
+    limit = CHOICE_ELEMENTS.get(key.device.type, CHOICE_ELEMENTS["cuda"]) // (layout.batch * key.shape[-3])
+    return max(1, min(limit // layout.kept_tokens, int((limit / layout.slots) ** 0.5)))
 
 
-def choose(
-    kept: Kept, scores: Tensor, written: Tensor, shares: Sequence[int], documents: tuple[Tensor, Tensor] | None
+def with_kept(
+    keys: Tensor, values: Tensor, mask: Tensor, seen: Kept, layout: GridLayout, softmax: ScoreOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Which rows are kept and evicted: `before`, `last` and `evicted_rows` of [`KeptOfGroup`].
-
-    Args:
-        kept: before the first of the segments that leave the window one after the other.
-        scores: `[B, N, C, K, R]`, final; written: as of [`keep_best`]; shares: places for each of the scores.
-        documents: of each segment that leaves, `[B, N]`, and of those that are read while they do, and after, `[B, N + 1]`;
-            `None`: one.
-    """
-    batch, segments, slots, heads, _ = scores.shape
-    places, device = kept.position.shape[1], scores.device
-    limit = CHOICE_ELEMENTS.get(device.type, CHOICE_ELEMENTS["cuda"]) // (batch * heads)
-    size = max(1, min(segments, limit // places, int((limit / slots) ** 0.5)))
-    index = torch.arange(places, device=device).expand(batch, heads, -1)
-    index = index.masked_fill(kept.position[..., 0].transpose(1, 2) < 0, -1)
-    scores, before, evicted = torch.cat([kept.score, scores.flatten(1, 2)], 1).transpose(1, 2), [], []
-    for begin in range(0, segments, size):
-        part, to = slice(begin, begin + size), slice(begin, begin + size + 1)
-        of = None if documents is None else (documents[0][:, part], documents[1][:, to])
-        after, goes = _choose_at_once(index, scores, written[:, part], places + begin * slots, shares, of)
-        before.append(torch.cat([index.unsqueeze(1), after[:, :-1]], 1))
-        evicted.append(goes)
-        index = after[:, -1]
-    return torch.cat(before, 1), index, torch.cat(evicted, 1)
-
-
-def _choose_at_once(
-    index: Tensor,
-    scores: Tensor,
-    written: Tensor,
-    first: int,
-    shares: Sequence[int],
-    documents: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor]:
-    """What is kept after each of some segments, `[B, N, K, places]`, and evicted, `[B, N, K, C]`.
-
-    Args:
-        index: `[B, K, places]`, rows that were kept before; scores: of all rows, `[B, K, rows, R]`.
-        written: of these segments; first: row of the first token that leaves.
-    """
-    (batch, heads, places), (segments, slots), device = index.shape, written.shape[1:], index.device
-    numbers = torch.arange(segments, device=device)
-    # When each candidate has left the window: −1 before, `segments` where there is none
-    new = torch.where(written, numbers[:, None], segments).flatten(1).expand(batch, -1)
-    time = torch.cat([torch.where(index[:, 0] < 0, segments, -1), new], 1)[:, None, None]
-    rows = torch.arange(first, first + segments * slots, device=device).expand(batch, heads, -1)
-    rows = torch.cat([index, rows], 2)
-    left = time <= numbers[:, None, None]
-    if documents is not None:  # of documents that nobody reads any more nothing is kept or evicted
-        of, reading = documents
-        of = torch.cat([reading[:, :1].expand(-1, places), of.repeat_interleave(slots, 1)], 1)
-        left = left & (of[:, None, None] == reading[:, 1:, None, None])
-    left = left.expand(-1, -1, heads, -1)
-    stays = torch.zeros_like(left)
-    for share, score in zip(shares, scores.unbind(-1), strict=True):
-        order = score.gather(2, rows.clamp(min=0)).argsort(dim=-1, descending=True, stable=True)
-        order = order.unsqueeze(1).expand_as(left)
-        free = (left & ~stays).gather(-1, order)
-        stays = stays | torch.zeros_like(stays).scatter(-1, order, free & (free.cumsum(-1) <= share))
-    held = torch.cat([(time < 0).expand(-1, -1, heads, -1), stays], 1)[:, :-1]
-    goes = left & ~stays & (held | (time == numbers[:, None, None]))
-
-    def listed(chosen: Tensor, size: int, at_end: bool) -> Tensor:  # the rows that are, in order, −1 for none
-        count = chosen.cumsum(-1)
-        place = count - 1 + (size - count[..., -1:] if at_end else 0)
-        found = torch.full((*chosen.shape[:-1], size + 1), -1, device=device)
-        place = torch.where(chosen, place, size)  # a spare place takes the others
-        return found.scatter(-1, place, rows.unsqueeze(1).expand_as(chosen))[..., :size]
-
-    return listed(stays, places, True), listed(goes, slots, False)
+    """Keys, as they are compared, and values of windows, `[B, N, K, W, D]`, and their mask, with the kept tokens that they
+    see between sinks and segments."""
+    sinks, most = layout.sink_tokens, layout.most_kept
+    if not most:
+        return keys, values, mask
+    seen = seen.map(lambda part: part[..., -most:, :])
+    places = slice(layout.ahead - most, layout.ahead)
+    pairs = (softmax.compared_keys(seen.key, places), keys), (seen.value, values)
+    keys, values = (torch.cat([part[..., :sinks, :], kept, part[..., sinks:, :]], 3) for kept, part in pairs)
+    filled = (seen.position[:, :, :1, None, :, 0] >= 0).expand(-1, -1, -1, mask.shape[3], -1)
+    mask = mask.expand(filled.shape[0], -1, -1, -1, -1)
+    return keys, values, torch.cat([mask[..., :sinks], filled, mask[..., sinks:]], -1)
 
 
 def keep_best(
@@ -316,33 +231,64 @@ def keep_best(
     keep_score: str,
     layout: Layout,
     documents: tuple[Tensor, Tensor] | None = None,
-) -> KeptOfGroup:
-    """What is kept and evicted of what was kept before and of the tokens of segments that leave one after the other.
+) -> tuple[Kept, Kept, Kept]:
+    """What each segment sees of what is kept, `[B, N, K, places, …]`; what is kept after the last, `[B, K, places, …]`; and
+    what the memory takes in after each, `[B, N, K, C, …]`.
 
     Args:
-        leaving: `[B, N, C, K, …]` each, scores as they are in a window.
-        written: `[B or 1, N, C]` bool, which tokens there are to keep or evict.
-        documents: as in [`choose`].
+        kept: before the first of the segments that leave the window one after the other; leaving: their tokens, `[B, N, K,
+            C, …]` each, scores as they are in a window.
+        written, documents: as in [`choose`].
     """
     scores = final_scores(keep_score, leaving, layout)
-    rows = kept.map(lambda old, new: torch.cat([old, new.flatten(1, 2)], 1), leaving._replace(score=scores))
-    found = choose(kept, scores, written, shares(keep_score, layout.kept_tokens), documents)
-    return KeptOfGroup(rows, *found, layout)
+    rows = kept.map(lambda old, new: torch.cat([old, new.transpose(1, 2).flatten(2, 3)], 2), leaving._replace(score=scores))
+    there = kept.position[:, 0, :, 0] >= 0
+    best, evicted = choose(rows.score, there, written, shares(keep_score, layout.kept_tokens), documents)
+    last = rows.taken(best[:, -1:]).map(lambda part: part.squeeze(1))
+    return rows.taken(best[:, :-1]), last, rows.taken(evicted)
+
+
+def choose(
+    scores: Tensor, there: Tensor, written: Tensor, shares: Sequence[int], documents: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Which rows are kept when each of the segments is read, and after the last, `[B, N + 1, K, places]`; and which are
+    evicted after each, `[B, N, K, C]`; −1 for none. The work grows with the square of N.
+
+    Args:
+        scores: of the rows, final, `[B, K, places + N · C, R]`; shares: places for each of them.
+        there: `[B, places]` bool, in which places anything was kept before.
+        written: `[B or 1, N, C]` bool, which tokens there are to keep or evict.
+        documents: of each segment that leaves, `[B, N]`, and of those that are read while they do, and after, `[B, N + 1]`;
+            `None`: one.
+    """
+    (batch, heads), (segments, slots), places = scores.shape[:2], written.shape[1:], there.shape[1]
+    numbers = torch.arange(segments, device=scores.device).unsqueeze(1)
+    # While which segment is read each row leaves the window: −1 before the first, `segments` where there is none
+    time = torch.where(written, numbers, segments).flatten(1).expand(batch, -1)
+    time = torch.cat([torch.where(there, -1, segments), time], 1).unsqueeze(1)
+    left = time <= numbers  # [B, N, rows]
+    if documents is not None:  # of documents that nobody reads any more nothing is kept or evicted
+        of, reading = documents
+        of = torch.cat([reading[:, :1].expand(-1, places), of.repeat_interleave(slots, 1)], 1)
+        left = left & (of.unsqueeze(1) == reading[:, 1:, None])
+    left = left.unsqueeze(2).expand(-1, -1, heads, -1)
+    stays = torch.zeros_like(left)
+    for share, score in zip(shares, scores.unbind(-1), strict=True):
+        order = score.argsort(dim=-1, descending=True, stable=True).unsqueeze(1).expand_as(left)
+        free = (left & ~stays).gather(-1, order)
+        stays = stays | torch.zeros_like(stays).scatter(-1, order, free & (free.cumsum(-1) <= share))
+    held = torch.cat([(time < 0).unsqueeze(2).expand(-1, -1, heads, -1), stays], 1)
+    goes = left & ~stays & (held[:, :-1] | (time == numbers).unsqueeze(2))
+    return rows_in_order(held, places), rows_in_order(goes, slots)
+
+
+def rows_in_order(chosen: Tensor, size: int) -> Tensor:
+    """The numbers of the rows that are chosen, of `[…, rows]` bool, `[…, size]`, right-aligned, −1 for none."""
+    rows = torch.arange(chosen.shape[-1], device=chosen.device)
+    return torch.where(chosen, rows, -1).topk(size).values.flip(-1)
 
 
 def shares(keep_score: str, places: int) -> list[int]:
     """Places for each of the scores; the first gets the odd one."""
     count = len(KEEP_SCORES[keep_score])
     return [(places + number) // count for number in reversed(range(count))]
-
-
-def flat_index(index: Tensor, count: int) -> Tensor:
-    """Rows `[B, …, K, places]` of `[B, count, K]` as [`take`] counts them; row 0 for −1."""
-    batch, heads = index.shape[0], index.shape[-2]
-    first = torch.arange(batch, device=index.device).view(-1, *(1,) * (index.dim() - 1)) * count
-    return (index.clamp(min=0) + first) * heads + torch.arange(heads, device=index.device).unsqueeze(-1)
-
-
-def take(rows: Tensor, index: Tensor) -> Tensor:
-    """`[…, D]` of rows `[B, n, K, D]` at a [`flat_index`] of any shape."""
-    return rows.flatten(0, 2).index_select(0, index.flatten()).unflatten(0, index.shape)

@@ -13,9 +13,9 @@ Shapes: `B` batch, `N` segments, `C` tokens in a segment, `K` key/value heads, `
 head's memory, `D` head dimension, `E` value dimension. The heads come before the tokens, so that every product is one of
 contiguous matrices.
 
-Two gradients are written by hand: they make a training step some 4 % faster on a CPU. That of features comes from their own
-result, so that the exponential function, by far the most expensive operation of the memory there, is computed once. Second
-derivatives go through these gradients. g is the gradient of the output, `g_x` that of x.
+One gradient is written by hand, that of features from their own result: the exponential function, by far the most expensive
+operation of the memory on a CPU, is computed once, and a training step is 6 % faster and holds 10 % less. Second derivatives
+go through it. g is the gradient of the output, `g_x` that of x.
 """
 
 import math
@@ -70,46 +70,35 @@ def exp_features(x: Tensor) -> Tensor:
 FEATURE_MAPS = {"elu": elu_features, "exp": exp_features}
 
 
-class Mix(Function):
-    """A = (1 − s) L + s R;  g_L = (1 − s) g,  g_R = s g,  g_s = Σ g (R − L)."""
-
-    @staticmethod
-    def forward(ctx, local, read, share):
-        ctx.save_for_backward(local, read, share)
-        return torch.lerp(local.to(read.dtype), read, share.expand_as(read)).to(local.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        local, read, share = ctx.saved_tensors
-        # It comes from the grid, with the tokens before the heads, and every product of segments would copy it again
-        gradient = gradient.to(read.dtype, memory_format=torch.contiguous_format)
-        to_read = gradient * share
-        to_share = (read - local).mul_(gradient).sum_to_size(share.shape)
-        return (gradient - to_read).to(local.dtype), to_read, to_share
-
-
-def memory_weight(gate: Tensor, mass: Tensor, log_sum: Tensor | None, width: int, eps: float) -> Tensor:
-    """The memory's share of the output, of any shape that broadcasts: sigmoid(β), equation 5, without a `log_sum`.
+def mix(
+    local: Tensor,
+    found: tuple[Tensor, Tensor],
+    gate: Tensor,
+    log_sum: Tensor | None,
+    filled: Tensor | None,
+    width: int,
+    eps: float,
+) -> Tensor:
+    """(1 − s) · local + s · read, equation 5, computed in the dtype of the memory and returned in that of `local`; the
+    memory's share s is sigmoid(β) without a `log_sum`.
 
     With it, window and memory have one denominator: the window's tokens weigh e^s each, as in its softmax, and the memory's
     e^β σ(q)·σ(k) / D, so that one like all others weighs e^β. A query that finds nothing in the memory then leaves it out,
     which a constant share cannot (after LoLCATs, arXiv 2410.10254, section 3.2).
 
     Args:
-        gate: β.
-        mass: σ(q) z, the sum of σ(q)·σ(k) over the memory's tokens.
-        log_sum: log Σ e^s over the window's tokens, or `None`.
-        width: D.
-        eps: of equation 3.
+        local: `[…, H, C, E]`.
+        found: what [`MemoryRule.read`] gives, for these heads: `[…, H, C, E]` and `[…, H, C, 1]`.
+        gate: β, of a shape that broadcasts to these; width: D; eps: of equation 3.
+        log_sum: log Σ e^s over the window's tokens, `[…, H, C]`, or `None`.
+        filled: where the memory holds anything, of a shape that broadcasts likewise; elsewhere s is 0. `None`: everywhere.
     """
-    if log_sum is None:
-        return torch.sigmoid(gate)
-    return torch.sigmoid(gate + (mass + eps).log() - math.log(width) - log_sum)
-
-
-def mix(local: Tensor, read: Tensor, share: Tensor) -> Tensor:
-    """(1 − share) · local + share · read, equation 5, computed in the dtype of `read` and returned in that of `local`."""
-    return Mix.apply(local, read, share)
+    read, mass = found
+    if log_sum is not None:
+        gate = gate + (mass + eps).log() - math.log(width) - log_sum.unsqueeze(-1)
+    share = torch.sigmoid(gate)
+    share = share if filled is None else share * filled
+    return torch.lerp(local.to(read.dtype), read, share).to(local.dtype)
 
 
 def running_sum(
@@ -198,11 +187,11 @@ class MemoryRule:
 
         Args:
             key: `[B, N, K, C, D]`; value: `[B, N, K, C, E]`; log_weight: `[B, N, K, C, rates]`; `None`: zeros.
-            mask: which tokens are written, of a shape that broadcasts to `[B, N, K, C, 1]`; `None`: all.
+            mask: bool, which tokens are written, of a shape that broadcasts to `[B, N, K, C, 1]`; `None`: all.
         """
         key = mapped(key, self.key_map)
-        features = self.features(key if log_weight is None else key + log_weight.to(key.dtype))
-        return features if mask is None else features * mask, value, None  # σ(0) is not zero
+        key = key if log_weight is None else key + log_weight.to(key.dtype)
+        return self.features(key if mask is None else key.masked_fill(~mask, -torch.inf)), value, None  # σ(−∞) = 0
 
     def states(
         self,

@@ -1,5 +1,5 @@
-"""A layer's projections of the new tokens, [`Projections`], and its state between two calls, [`InfiniState`], constant in
-size."""
+"""A layer's projections of the new tokens, [`Projections`]; its state between two calls, [`InfiniState`], constant in size;
+and [`AttentionCall`], all that attention is computed from."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..options import places_of
 from .checks import check_kinds, check_window
+from .memory import MemoryRule
+from .window import ScoreOptions
 
 # The fields of a state that hold a window, in the order of those of [`Projections`] after the query
 WINDOWS = ("local_key", "local_value", "local_log_weight", "local_score")
@@ -113,19 +115,15 @@ class InfiniState:
         value_dim = value.shape[-1]
         dtype = torch.promote_types(key.dtype, torch.float32)
         places = places_of(segment_length, local_segments, sink_tokens, kept_tokens)
-        if start_memory is None and start_normaliser is None:
-            memory = key.new_zeros(batch, heads, head_dim, value_dim, dtype=dtype)
-            normaliser = key.new_zeros(batch, heads, head_dim if normalised else 0, dtype=dtype)
-        elif start_memory is None or start_normaliser is None:
+        if (start_memory is None) != (start_normaliser is None):
             raise ValueError("start_memory and start_normaliser come together: give both or neither.")
-        else:
-            memory = start_memory.to(dtype).expand(batch, heads, head_dim, value_dim)
-            normaliser = start_normaliser.to(dtype).expand(batch, heads, -1)
+        memory = key.new_zeros(head_dim, value_dim) if start_memory is None else start_memory
+        normaliser = key.new_zeros(head_dim if normalised else 0) if start_normaliser is None else start_normaliser
         # One zero, seen as a whole window: a call that reads no window and keeps no state pays for none.
         zero = key.new_zeros(1)
         return cls(
-            memory=memory,
-            normaliser=normaliser,
+            memory=memory.to(dtype).expand(batch, heads, -1, -1),
+            normaliser=normaliser.to(dtype).expand(batch, heads, -1),
             local_key=zero.expand(batch, heads, places, head_dim),
             local_value=value.new_zeros(1).expand(batch, heads, places, value_dim),
             local_log_weight=zero.expand(batch, heads, places, log_weights) if log_weights else None,
@@ -209,3 +207,30 @@ class InfiniState:
     def nbytes(self) -> int:
         """Bytes that the per-row tensors hold (the start belongs to the model's weights)."""
         return sum(tensor.nbytes for name, tensor in self.tensors().items() if not name.startswith("start_"))
+
+
+class AttentionCall(NamedTuple):
+    """What [`attend`] computes: [`infini_attention`] on a layout that is already made.
+
+    Attributes:
+        tokens: with the `learned_score` for the score.
+        layout: [`segment_layout`] of the tokens.
+        state: that they continue.
+        return_state: whether the state after them is wanted.
+        in_place: a single token may overwrite the given state.
+        scored: the scores of tokens and state are those after this call, of more than a single token.
+    """
+
+    tokens: Projections
+    gate: Tensor
+    layout: Any  # a StepLayout or a GridLayout, as `fits` has found
+    rule: MemoryRule
+    softmax: ScoreOptions
+    state: InfiniState
+    return_state: bool = False
+    in_place: bool = False
+    scored: bool = False
+
+
+# What [`attend`] returns: the output; the state, and the local weights, which may be `None` where they are not asked for
+Attended = tuple[Tensor, InfiniState | None, Tensor | None]

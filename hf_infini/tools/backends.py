@@ -5,10 +5,9 @@ from torch import nn
 
 from ..compat.execution_device import device_of
 from ..layers.memory_layer import memory_layers
-from ..ops.attention import BACKENDS, initial_state
-from ..ops.backends import AttentionCall, choose
+from ..ops.attention import choose, initial_state
 from ..ops.layout.build import segment_layout
-from ..ops.state import Projections
+from ..ops.state import AttentionCall, Projections
 from ..ops.window import ScoreOptions
 
 
@@ -28,7 +27,7 @@ def backend_of(model: nn.Module, batch: int = 1, tokens: int = 1024) -> dict[str
         layout = segment_layout(batch, tokens, *layer.options.window, device=like.device)
         state = initial_state(projections, layer.options.window, layer.rule)
         call = AttentionCall(projections, layer.gate(), layout, layer.rule, ScoreOptions(), state)
-        found[name] = choose(call, BACKENDS)[1]
+        found[name] = choose(call)[1]
     if not found:
         raise ValueError(f"a {type(model).__name__} has no layer with a memory: patch_model() gives it some.")
     return found

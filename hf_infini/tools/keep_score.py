@@ -17,9 +17,9 @@ from tqdm.auto import tqdm
 
 from ..layers.memory_layer import MemoryLayerMixin, in_evaluation, memory_layers
 from ..models.structure import decoder_of
-from ..ops.attention import BACKENDS
-from ..ops.backends import Attended, AttentionCall, Backend, forced_backend
+from ..ops.attention import attend_grid, forced_backend
 from ..ops.checks import check_kinds
+from ..ops.state import Attended, AttentionCall
 from ..ops.window import masked_scores
 from ..options import check_number
 
@@ -93,13 +93,13 @@ def _observed(
         inputs, targets = inputs[0, counted].cpu(), largest_attention(call, distance)[0, :, counted].T.cpu()
         together = torch.cat([inputs, inputs.new_ones(len(inputs), 1), targets], 1).double()
         sums[name] += together.T @ together
-        return BACKENDS[-1].run(call)
+        return attend_grid(call)
 
     try:
         vars(config).update(dict.fromkeys(before), segment_length=longest)
         for name, layer in layers.items():
             layer.learned_score = functools.partial(learned_score, name, layer)
-        with in_evaluation(model), forced_backend(Backend("fit", lambda call: (True, "the score is fitted"), run)):
+        with in_evaluation(model), forced_backend(run):
             yield
     finally:
         vars(config).update(before)

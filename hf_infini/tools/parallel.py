@@ -309,13 +309,15 @@ class ShardCache(InfiniCache):
         new_and_old = zip(tokens[1:4], state.windows()[:3], strict=True)
         grids = (None if new is None else layout.delay(layout.to_grid(new, old)) for new, old in new_and_old)
         leaving: Any = [None if grid is None else grid.transpose(2, 3) for grid in grids]
-        taken_in = None if layout.written is None else layout.written[:, :, None]
+        taken_in = layout.written[:, :, None]
         if layout.kept_tokens:
-            keeping, all_segments = KeptInGrid(tokens, layout, rule, state), (layout.written, 0, layout.segments)
-            before, own = keeping.kept, keeping.choose(leaving, *all_segments).kept
-            keeping.kept = self._kept(before, own, rule)
-            state = keeping.kept.into(state, layout.kept_places)
-            *leaving, taken_in = keeping.choose(leaving, *all_segments).evicted()
+            keeping = KeptInGrid(tokens, layout, rule, state)
+            before = keeping.kept
+            keeping.choose_all(leaving)
+            keeping.kept = self._kept(before, keeping.kept, rule)
+            state = keeping.kept.into(state, layout)
+            *leaving, _, number = keeping.choose_all(leaving)
+            taken_in = number[..., 0] >= 0
         with torch.autocast(tokens.key.device.type, enabled=False):
             memory, normaliser = self._memory(state, (*leaving, taken_in), layout, rule)
             return replace(state, memory=memory + self.reached, normaliser=normaliser), tokens
@@ -357,24 +359,25 @@ class ShardCache(InfiniCache):
     def _kept(self, before: Kept, own: Kept, rule: MemoryRule) -> Kept:
         """What the ranks before this one keep: the best of all are among the best of each, which all ranks gather; `before`:
         what the first rank keeps before its tokens; `own`: what this rank keeps of its own."""
-        found = own.map(lambda part: self._exchanged(gather, part, self.group).transpose(0, 1))  # [B, R, places, K, …]
+        found = own.map(lambda part: self._exchanged(gather, part, self.group).movedim(0, 2))  # [B, K, R, places, …]
         # A document goes on from rank to rank until another begins
         document = F.pad((~self.goes_on).T.cumsum(1), (1, 0))
-        there, places = found.position[:, :, :, 0, 0] >= 0, shares(rule.keep_score, own.position.shape[1])
-        kept_rows, *_ = choose(before, found.score, there, places, (document[:, 1:], document))
-        rows = before.map(lambda old, new: torch.cat([old, new.flatten(1, 2)], 1), found)
-        return rows.taken(kept_rows[:, self.rank])
+        rows = before.map(lambda old, new: torch.cat([old, new.flatten(2, 3)], 2), found)
+        there, written = before.position[:, 0, :, 0] >= 0, found.position[:, 0, :, :, 0] >= 0
+        best, _ = choose(rows.score, there, written, shares(rule.keep_score, there.shape[1]), (document[:, 1:], document))
+        return rows.taken(best[:, self.rank : self.rank + 1]).map(lambda part: part.squeeze(1))
 
     def _memory(
         self, state: InfiniState, leaving: Sequence[Any], layout: GridLayout, rule: MemoryRule
     ) -> tuple[Tensor, Tensor]:
         """M and z that the ranks before this one leave, `[B, K, D, E]` and `[B, K, D]`; `leaving`: keys, values, log
         weights of what leaves the window here, `[B, N, K, C, …]`, and which of it the memory takes in, `[B or 1, N, K or 1,
-        C]` bool or `None`."""
+        C]` bool."""
         memory, normaliser, start = state.memory, state.normaliser, state.start()
-        wide: Any = (None if part is None else part.to(memory.dtype) for part in leaving)
-        key, value, log_weight, mask = wide
-        written = rule.written(key, value, log_weight, None if mask is None else mask.unsqueeze(-1))
+        *parts, mask = leaving
+        wide: Any = (None if part is None else part.to(memory.dtype) for part in parts)
+        key, value, log_weight = wide
+        written = rule.written(key, value, log_weight, mask.unsqueeze(-1))
         features, _, log_rates = written
         continues = layout.continues(0, layout.segments)
         if rule.normalised:
@@ -460,7 +463,7 @@ def see_all(
     """Adds what the tokens receive from all queries of a call, which attention does on its way."""
     local = layout.local_segments
     queries, keys = layout.to_grid(tokens.query, None), layout.to_grid(tokens.key, state.local_key)
-    first = layout.sinks(keys, state.local_key).expand(-1, layout.segments, -1, -1, -1)
+    first = layout.sinks(tokens.key, state.local_key).expand(-1, layout.segments, -1, -1, -1)
     keys, weights = pad(keys, (0,) * 6 + (local, 0)), queries[:, :1, :, :, 0].numel() * layout.places
     size = max(1, GROUP_ELEMENTS.get(keys.device.type, GROUP_ELEMENTS["cuda"]) // weights)
     for begin in range(0, layout.segments, size):
@@ -468,6 +471,6 @@ def see_all(
         windows = [first[:, begin:end], *(keys[:, begin + shift : end + shift] for shift in range(local + 1))]
         query, key = (part.transpose(2, 3) for part in (queries[:, begin:end], torch.cat(windows, 2)))
         kept = layout.left[:, begin:end].clamp(max=layout.kept_tokens)
-        compared = with_sinks_before(softmax.compared_keys(key, layout.key_places), key, layout, kept, softmax)
+        compared = with_sinks_before(softmax.compared_keys(key, layout.key_places()), key, layout, kept, softmax)
         query = softmax.compared_queries(query, layout.query_places)
         keeping.see(query, compared, layout.window_mask(begin, end), begin, end, softmax)

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_infini import infini_attention
-from hf_infini.ops.backends import forced_backend
-from hf_infini.ops.naive import attend_by_segments
+from hf_infini.ops.attention import forced_backend
+from hf_infini.ops.naive import EPS
 from hf_infini.ops.positions import rotation
+from hf_infini.ops.rules import RULES
 from hf_infini.ops.window import Rotary
 from hf_infini.options import UPDATE_RULES
 
@@ -92,10 +93,23 @@ def _same(function: Callable, **options) -> Callable[[Problem], Forward]:
     return lambda problem: lambda: function(*problem.views(), problem.gate, problem.shape.segment, **options)
 
 
-def loop(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, segment: int) -> Tensor:
-    """Equations 2 to 5 segment after segment, as one would write them first; tensors as in [`infini_attention`]."""
+def loop(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, segment: int, update_rule: str = "linear") -> Tensor:
+    """Equations 2 to 5 segment after segment, as the paper prints them (section 2); tensors as in [`infini_attention`]."""
+    share, outputs = torch.sigmoid(gate)[:, None, None], []
+    memory = normaliser = None
     pieces = zip(*(tensor.split(segment, 2) for tensor in (query, key, value)), strict=True)
-    return attend_by_segments(pieces, gate, "linear")
+    for query, key, value in pieces:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # equation 2
+        query, key, value = F.elu(query.to(wide)) + 1, F.elu(key.to(wide)) + 1, value.to(wide)  # σ(Q), σ(K), V
+        if memory is None or normaliser is None:  # the first segment finds nothing in the memory
+            memory, normaliser = key.new_zeros(*key.shape[:2], key.shape[3], value.shape[3]), torch.zeros_like(key[:, :, 0])
+        else:
+            read = query @ memory / (query @ normaliser.unsqueeze(-1) + EPS)  # equation 3
+            output = torch.lerp(output.to(wide), read, share.to(wide)).to(output.dtype)  # equation 5
+        outputs.append(output)
+        memory, normaliser = RULES[update_rule].naive_write(memory, normaliser, key, value, None, EPS)  # equation 4
+    return torch.cat(outputs, 2)
 
 
 def _plain(*tensors, **options) -> Tensor:

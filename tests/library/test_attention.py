@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import hf_infini.ops.attention
 import hf_infini.ops.rules.scan
+from benchmarks.contestants import loop
 from cases import (
     Case,
     assert_equals_reference,
@@ -23,7 +24,6 @@ from cases import (
     state_after,
 )
 from hf_infini import InfiniState, infini_attention, naive_infini_attention
-from hf_infini.ops.naive import attend_by_segments
 
 RULES = ("linear", "delta", "gated_delta")
 FLOAT32 = 1e-5  # both sides round every step in float32 and add in different orders
@@ -70,10 +70,9 @@ def test_a_state_in_training_is_copied_with_its_graph_and_detached_without(case)
 @pytest.mark.parametrize("rule", ["linear", "delta"])  # those of the paper
 @pytest.mark.parametrize("length", [3, 4, 16])
 def test_loop_over_segments_token_by_token_and_all_at_once_agree(rule, length):
-    """Three ways to compute it: as the paper prints the equations, the full reference, and the fast function."""
+    """Three ways to compute it: as the paper prints the equations, the naive reference, and the fast function."""
     case = plain_case(tokens=21, segment_length=length, update_rule=rule)
-    segments = zip(*(tensor.split(length, 2) for tensor in (case.query, case.key, case.value)), strict=True)
-    wanted = attend_by_segments(segments, case.gate, rule)
+    wanted = loop(case.query, case.key, case.value, case.gate, length, rule)
     for function in (naive_infini_attention, infini_attention):
         torch.testing.assert_close(case.call(function)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
 

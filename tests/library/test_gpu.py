@@ -16,7 +16,7 @@ from cases import (
     rotary_of,
 )
 from hf_infini import InfiniCache, infini_attention
-from hf_infini.ops.backends import forced_backend
+from hf_infini.ops.attention import forced_backend
 from hf_infini.ops.window import Rotary
 from models import causal_mha, infini_gpt2, token_ids
 

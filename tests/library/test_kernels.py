@@ -13,7 +13,7 @@ import torch
 
 from cases import assert_equals_reference, plain_case, random_case, random_cuts, random_state, rotary_of
 from hf_infini import infini_attention
-from hf_infini.ops.backends import forced_backend
+from hf_infini.ops.attention import forced_backend
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter: the command is at the top of the file"

@@ -12,7 +12,7 @@ import torch
 
 from cases import plain_case, rotary_of
 from hf_infini.ops import attention
-from hf_infini.ops.backends import Backend
+from hf_infini.ops.attention import Backend
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",

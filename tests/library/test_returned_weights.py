@@ -6,10 +6,9 @@ from hypothesis import given
 
 from cases import cut_cases, examples
 from hf_infini.ops.attention import attend, initial_state
-from hf_infini.ops.backends import AttentionCall
 from hf_infini.ops.layout.build import segment_layout
 from hf_infini.ops.rules import memory_rule
-from hf_infini.ops.state import Projections
+from hf_infini.ops.state import AttentionCall, Projections
 from hf_infini.ops.window import ScoreOptions
 from models import infini_gpt2, token_ids
 

@@ -13,8 +13,7 @@ import hf_infini.ops.attention
 import hf_infini.ops.window
 from cases import assert_same_gradients, cut_cases, examples, keeping_case, plain_case
 from hf_infini import infini_attention, naive_infini_attention
-from hf_infini.ops.layout.base import gather
-from hf_infini.ops.memory import elu_features, mix
+from hf_infini.ops.memory import elu_features
 from hf_infini.ops.rules import memory_rule
 from hf_infini.ops.window import ScoreOptions, window_attention
 
@@ -43,11 +42,6 @@ STATES = [(positive, 1, 2, 1, 2, 2), (normal, 1, 2, 1, 2, 2), (normal, 1, 1, 2, 
 STATES += [(normal, 1, 2, 2), (positive, 1, 2)]
 FUNCTIONS = {
     "elu": (elu_features, [(normal, 4, 3)]),
-    "mix": (mix, [(normal, 1, 2, 2, 3, 2), (normal, 1, 2, 2, 3, 2), (positive, 2, 1, 1)]),
-    "gather": (
-        lambda rows: gather(rows, torch.tensor([[1, -1, 0]]), torch.tensor([[2, 0, -1]])),
-        [(normal, 1, 3, 2)],
-    ),
 }
 for rule in ("linear", "delta"):
     for packing, continues in (("", None), (" packed", PACKED)):

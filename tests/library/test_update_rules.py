@@ -13,8 +13,7 @@ import torch
 import hf_infini
 from cases import random_case
 from hf_infini import backend_of, infini_attention, patch_model
-from hf_infini.ops.attention import BACKENDS
-from hf_infini.ops.backends import forced_backend
+from hf_infini.ops.attention import BACKENDS, forced_backend
 from models import gpt2
 
 ROOT = Path(__file__).parents[2]

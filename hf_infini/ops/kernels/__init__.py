@@ -1,1 +1,1 @@
-"""Fused kernels, each a row of the table of backends ([`Backend`] in ops/backends.py)."""
+"""Fused kernels, each a row of the table of backends ([`Backend`] in ops/attention.py)."""

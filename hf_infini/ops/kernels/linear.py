@@ -12,11 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
-from ..backends import Attended, AttentionCall
 from ..layout.base import GridLayout
 from ..memory import mapped
+from ..state import Attended, AttentionCall
 from ..window import Rotary
 from . import backward, forward
 from .parts import INTERPRETED
@@ -131,13 +130,14 @@ def run(call: AttentionCall) -> Attended:
     if softmax.query_weight is not None:
         memory_query = query if memory_query is None else memory_query
         query = query @ softmax.query_weight.to(dtype)
-    apart = bool(layout.carried or layout.seen)
+    apart = layout.begun
     sinks = (None, None)
     if layout.sink_tokens and apart:
-        sink_key = _sinks(layout, key, state.local_key)
+        pairs = (call.tokens.key, state.local_key), (call.tokens.value, state.local_value)
+        sink_key, sink_value = (layout.sinks(*pair).permute(0, 3, 1, 2, 4).to(dtype) for pair in pairs)
         if softmax.rotary is not None:
             sink_key = softmax.rotary(sink_key, slice(0, layout.sink_tokens))
-        sinks = (sink_key.contiguous(), _sinks(layout, value, state.local_value).contiguous())
+        sinks = (sink_key.contiguous(), sink_value.contiguous())
     rotary = None if softmax.rotary is None else _tables(softmax.rotary)
     scale = softmax.scaling_of(query)
     grid = Grid(layout, rotary, rule.feature_map == "exp", scale, rule.eps, apart, apart or started, started, last, dtype)
@@ -183,32 +183,6 @@ def _with_window(layout: GridLayout, new: Tensor, window: Tensor) -> Tensor:
     """Rows of the grid: what it holds of the window, and the call's tokens, `[batch, heads, rows, dim]`."""
     begin = layout.carried_to - layout.carried
     return torch.cat([window[:, :, begin : layout.carried_to].to(new.dtype), new], 2)
-
-
-def _sinks(layout: GridLayout, rows: Tensor, window: Tensor) -> Tensor:
-    """The sinks of a call that continues a state, for every segment or for all, `[batch, heads, segments or 1, sinks, dim]`.
-    rows: those of the grid."""
-    if layout.seen is None:
-        return _sinks_of_segments(layout, rows, window)
-    count = layout.sink_tokens
-    if layout.seen >= count:
-        return window[:, :, None, :count].to(rows.dtype)
-    front = rows[:, :, :count]  # the grid begins with the document
-    return F.pad(front, (0, 0, 0, count - front.shape[2])).unsqueeze(2)
-
-
-def _sinks_of_segments(layout: GridLayout, rows: Tensor, window: Tensor) -> Tensor:
-    count, document, source = layout.sink_tokens, layout.document[:, :-1], layout.source
-    assert source is not None  # of rows that differ
-    slots = torch.arange(count, device=rows.device)
-    at = document.clamp(min=0).unsqueeze(-1) * layout.slots + slots
-    row = source.gather(1, at.clamp(max=source.shape[1] - 1).flatten(1)).unflatten(1, at.shape[1:])
-    there = (row >= 0) & (slots < layout.slots)
-    batch = torch.arange(layout.batch, device=rows.device)[:, None, None]
-    # Advanced indices, whose gradient is summed in a fixed order
-    front = (rows.transpose(1, 2)[batch, row.clamp(min=0)] * there[..., None, None]).permute(0, 3, 1, 2, 4)
-    known = (document < 0).unsqueeze(-1) | (there & (row < layout.carried))
-    return torch.where(known[:, None, :, :, None], window[:, :, None, :count].to(rows.dtype), front)
 
 
 def _rows_like(x: Tensor, tokens: int, dtype: torch.dtype, zeros: bool = False) -> Tensor:
@@ -346,7 +320,7 @@ class Linear(Function):
 def _sums_by_document(to_sinks: Tensor, layout: GridLayout) -> Tensor:
     """What all segments owe to their document's sinks, `[batch, kv_heads, segments, …]`, at the document's first segment; of
     a plain layout at the only one."""
-    if layout.seen is not None:
+    if layout.source is None:
         return to_sinks.sum(2, keepdim=True)
     first = torch.arange(layout.segments, device=to_sinks.device)[:, None]
     member = (layout.document[:, None, :-1] == first).to(to_sinks.dtype)

@@ -7,7 +7,7 @@ The *grid* of a row is its list of segments in order, each with `slots` places. 
 first on, so a causal mask inside the segment is all that padding needs. A call that continues a state begins its grid with
 the segments of the window: [`GridLayout`]. Where rows agree and hold one document each, tokens come there by a reshape; with
 padding, packed documents and rows of different lengths, by a gather. One more token for every row needs no grid:
-[`StepLayout`] in step.py.
+[`StepLayout`] in ops/step.py.
 """
 
 import functools
@@ -22,28 +22,11 @@ from torch.nn import functional as F
 from ...options import places_of
 
 
-class _Gather(torch.autograd.Function):
-    """y_j = x_{i(j)}, rows of `[batch, rows, …]` at an index `[batch, places]`, zero at −1, no row taken twice;
-    g_x_i = g_{j(i)} with the inverse index: a gather as well, where autograd's scatter would add atomically.
-    """
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(index, inverse)
-        offsets = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]
-        taken = rows.flatten(0, 1).index_select(0, (index.clamp(min=0) + offsets).flatten())
-        taken = taken.unflatten(0, index.shape)
-        return taken.masked_fill_((index < 0)[(...,) + (None,) * (rows.dim() - 2)], 0)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        index, inverse = ctx.saved_tensors
-        return _Gather.apply(gradient, inverse, index), None, None
-
-
-def gather(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """Rows of `[batch, rows, …]` at `index` `[batch, places]`, zero at −1; `inverse` `[batch, rows]` is the way back."""
-    return _Gather.apply(rows, index, inverse)
+def gather(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows of `[batch, rows, …]` at `index` `[batch, places]`, zero at −1."""
+    first = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]
+    taken = rows.flatten(0, 1).index_select(0, (index.clamp(min=0) + first).flatten()).unflatten(0, index.shape)
+    return taken.masked_fill((index < 0)[(...,) + (None,) * (rows.dim() - 2)], 0)
 
 
 def pad(tensor: Tensor, widths: Sequence[int]) -> Tensor:
@@ -92,10 +75,6 @@ class Layout:
         """Places before those of the segments."""
         return self.sink_tokens + self.kept_tokens
 
-    @property
-    def kept_places(self) -> slice:
-        return slice(self.sink_tokens, self.ahead)
-
     def to(self, device: torch.device, non_blocking: bool = False) -> "Layout":
         """The layout on another device: accelerate asks for it where a model's layers are on several."""
         if torch.device(device) == self.positions.device:
@@ -118,18 +97,18 @@ class GridLayout(Layout):
         carried: tokens of the state's window that the grid begins with, those right before its place `carried_to`: where
             `source` is `None` the count that every row has, otherwise all slots (0 without a state). Sinks are in the grid
             only as tokens of their segment.
-        seen: tokens of every row's document before the call; `None`: the rows may differ.
+        begun: whether any row's document has begun before the call.
         document: `[batch or 1, segments + 1]`: grid index where the document of each segment begins (that of a continued
             one may be negative); the last column is that of the row's next token.
         packed: whether a row holds more than one document.
         source: `[batch, segments * slots]`, which row of (carried tokens, new tokens) fills the slot; −1: none. `None`: the
             rows fill the slots in order.
         target: `[batch, carried + tokens]`, the row's slot in the grid; −1: padding; with `source` or `None`.
-        window: `[batch, places]`, which row of (the state's window up to `carried_to`, new tokens) the next state keeps; −1:
-            none.
+        sink_rows: `[batch or 1, segments or 1, S]`, which rows of (the state's window up to `carried_to`, new tokens) are
+            the sinks that each segment sees; window: `[batch, places]`, which the next state keeps; −1: none.
         skipped: `[batch, segments, slots]` bool, which tokens never reach the memory; `None`: all do.
         written: `[batch or 1, segments, slots]` bool, which slots of the delayed grid leave the window: the memory takes
-            them in, but for kept tokens; `None`: all. What the next token still sees is in the next state's window.
+            them in, but for kept tokens. What the next token still sees is in the next state's window.
         left: `[batch, segments + 1]`, int64: how many tokens of its document have left the window when each segment, and
             when the row's next token, is read: they are in the memory, or kept. Counted last.
         most_kept: how many tokens are kept at most when a segment is read.
@@ -141,14 +120,15 @@ class GridLayout(Layout):
     slots: int
     carried: int
     carried_to: int
-    seen: int | None
+    begun: bool
     document: Tensor
     packed: bool = False
     source: Tensor | None = None
     target: Tensor | None = None
-    window: Tensor
+    sink_rows: Any = None
+    window: Any = None
     skipped: Tensor | None = None
-    written: Tensor | None = None
+    written: Any = None
     left: Any = None
     most_kept: int = 0
 
@@ -161,8 +141,8 @@ class GridLayout(Layout):
             old = rows.new_zeros(()).expand(self.batch, self.carried, *rows.shape[2:])
             old = old if window is None else window[:, :, begin : self.carried_to].transpose(1, 2)
             rows = torch.cat([old, rows], 1)
-        if self.source is not None and self.target is not None:
-            rows = gather(rows, self.source, self.target)
+        if self.source is not None:
+            rows = gather(rows, self.source)
         else:
             missing = self.segments * self.slots - rows.shape[1]
             if missing:
@@ -172,32 +152,31 @@ class GridLayout(Layout):
     def from_grid(self, grid: Tensor) -> Tensor:
         """`[batch, segments, slots, heads, dim]` back to the new tokens, `[batch, heads, tokens, dim]`; padding is zero."""
         rows = grid.flatten(1, 2)
-        if self.source is not None and self.target is not None:
-            rows = gather(rows, self.target, self.source)
+        if self.target is not None:
+            rows = gather(rows, self.target)
         return rows[:, self.carried : self.carried + self.tokens].transpose(1, 2)
 
     def next_window(self, new: Tensor, window: Tensor) -> Tensor:
         """The window of the next state from this call's tokens and the state's window, both `[batch, heads, …, dim]`; what
         is kept is put into it later."""
         rows = torch.cat([window[:, :, : self.carried_to], new], 2) if self.carried_to else new
-        index = self.window.clamp(min=0)[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[3])
+        index = self.window.clamp(min=0)[:, None, :, None].expand(*rows.shape[:2], -1, rows.shape[3])
         return rows.gather(2, index).masked_fill((self.window < 0)[:, None, :, None], 0)
 
-    def sinks(self, grid: Tensor, window: Tensor) -> Tensor:
-        """The sinks that segments see whose window is beyond them, `[batch, segments or 1, S, heads, dim]`, from the grid
-        and the state's window."""
-        front = pad(grid[:, :, : self.sink_tokens], (0, 0) * 2 + (0, max(0, self.sink_tokens - self.slots)))
-        before = window[:, :, : self.sink_tokens].transpose(1, 2).unsqueeze(1).to(grid.dtype)
-        if self.source is None:
-            known = min(self.seen or 0, self.sink_tokens)
-            return torch.cat([before[:, :, :known], front[:, :1, known:]], 2)
-        rows, document = torch.arange(self.batch, device=grid.device).unsqueeze(1), self.document[:, :-1]
-        front = front[rows, document.clamp(min=0)]
-        if not self.carried:
-            return front
-        known = (self.source < self.carried).unflatten(1, (self.segments, self.slots))[:, :, : self.sink_tokens]
-        known = known[rows, document.clamp(min=0)] | (document < 0).unsqueeze(-1)
-        return torch.where(known[..., None, None], before, front)
+    def sinks(self, new: Tensor, window: Tensor) -> Tensor:
+        """The sinks that segments see whose window is beyond them, `[batch, segments or 1, S, heads, dim]`; arguments as of
+        `next_window`."""
+        rows = torch.cat([window[:, :, : self.carried_to], new], 2) if self.carried_to else new
+        batch = torch.arange(self.batch, device=rows.device)[:, None, None]
+        # Advanced indices, whose gradient is summed in a fixed order
+        found = rows.transpose(1, 2)[batch, self.sink_rows.clamp(min=0)]
+        return found.masked_fill((self.sink_rows < 0)[..., None, None], 0)
+
+    @property
+    def writes_all(self) -> bool:
+        """Whether all slots are `written`, which saves a pass over the keys: whole segments of plain rows."""
+        plain = self.source is None and self.skipped is None and not (self.local_segments or self.ahead)
+        return plain and self.carried + self.tokens == self.segments * self.segment_length
 
     @property
     def query_places(self) -> slice:
@@ -205,14 +184,11 @@ class GridLayout(Layout):
         begin = self.ahead + self.local_segments * self.segment_length
         return slice(begin, begin + self.slots)
 
-    @property
-    def key_places(self) -> slice | Tensor:
-        """The places of a window's sinks, and of the slots of each of its segments."""
-        if self.slots == self.segment_length and not self.kept_tokens:
-            return slice(0, self.places)
+    def key_places(self, kept: int = 0) -> Tensor:
+        """The places of a window's sinks, of so many kept tokens, and of the slots of each of its segments."""
         places = torch.arange(self.places, device=self.tokens_seen.device)
         segments = places[self.ahead :].unflatten(0, (-1, self.segment_length))[:, : self.slots]
-        return torch.cat([places[: self.sink_tokens], segments.flatten()])
+        return torch.cat([places[: self.sink_tokens], places[self.ahead - kept : self.ahead], segments.flatten()])
 
     def window_mask(self, begin: int, end: int) -> Tensor | None:
         """`[batch or 1, s, 1, C, W]` bool, which slots of its window (sinks first) each query of these segments sees,
@@ -250,3 +226,15 @@ class GridLayout(Layout):
         """`[batch or 1, s]` bool: whether the segment after each of `begin … end` is of the same document; `None`: it is."""
         reading = self.document[:, begin : end + 1]
         return reading[:, 1:] == reading[:, :-1] if self.packed else None
+
+
+def last_position(
+    tokens: int, real: Tensor | None, position_ids: Tensor | None, before: Tensor
+) -> Tensor:
+    """[`Layout.last_position`], `[batch]`, of so many tokens; `before`: that before them."""
+    if position_ids is None:
+        return before + (tokens if real is None else real.sum(1))
+    if real is None:
+        return position_ids[:, -1].long()
+    latest = torch.where(real, torch.arange(tokens, device=real.device), -1).amax(1)
+    return torch.where(latest >= 0, position_ids.gather(1, latest.clamp(min=0).unsqueeze(1)).squeeze(1), before)

@@ -2,8 +2,8 @@
 
 What a layout looks like depends on the data where rows are padded, packed or of different lengths. Outside of a graph of
 torch.compile the values are read back from the device, and the layout is no larger than it must be. Inside of one nothing
-can be read back: there a step, and rows that begin one document each, have sizes that follow from the arguments' shapes; any
-other layout is made outside of the graph.
+can be read back: there a step without positions, and rows that begin one document each, have sizes that follow from the
+arguments' shapes; any other layout is made outside of the graph.
 """
 
 from dataclasses import replace
@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import bool_mask, check_kinds, check_shapes, check_window
+from ..checks import bool_mask, check_shapes, check_window
 from ..state import InfiniState
-from .base import GridLayout, pad
-from .step import StepLayout, step_layout
+from ..step import StepLayout, step_layout
+from .base import GridLayout, last_position, pad
 
 SegmentLayout = StepLayout | GridLayout
 
 
-@check_kinds
 def segment_layout(
     batch: int,
     tokens: int,
@@ -53,8 +52,10 @@ def segment_layout(
         RuntimeError: a mask with other values than 0 and 1, in a graph.
     """
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
-    graph, step = torch.compiler.is_compiling(), state if tokens == 1 else None  # the state that a step continues
-    if graph and step is None and (position_ids is not None or state is not None):
+    names = ("segment_length", "local_segments", "sink_tokens", "kept_tokens")
+    sizes: dict[str, Any] = dict(zip(names, window, strict=True))
+    graph = torch.compiler.is_compiling()
+    if graph and (position_ids is not None or (state is not None and tokens > 1)):
         masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
         return _layout_outside_graph(batch, tokens, *window, **masks, state=state, device=device)
     check_window(*window)
@@ -70,20 +71,20 @@ def segment_layout(
         idle = iter(torch.stack([mask.all() for mask in given]).tolist() if given else ())
         real, memory_mask, restart = (None if mask is None or next(idle) else mask for mask in masks)
         restart = None if restart is None else ~restart
-    if step is not None:
-        return step_layout(batch, window, real, restart, position_ids, memory_mask, step, read_back=not graph)
+    if tokens == 1 and state is not None and restart is None:
+        return step_layout(batch, sizes, real, position_ids, memory_mask, state, read_back=not graph)
     seen = [0] if state is None else state.tokens_seen.tolist()
     if real is None and restart is None and len({*seen}) == 1:
         form = _plain_form(batch, tokens, window, seen[0], device)
     else:
         known = torch.zeros(batch, dtype=torch.long, device=device) if state is None else state.tokens_seen
         form = _indexed_form(batch, tokens, window, real, restart, known, any(seen), device)
-    names = ("segment_length", "local_segments", "sink_tokens", "kept_tokens")
-    form |= {"batch": batch, "tokens": tokens, **dict(zip(names, window, strict=True))}
-    form["window"] = _next_places(window, form)
-    last_position = _last_position(tokens, real, position_ids, state, form["tokens_seen"])
-    layout = GridLayout(**form, last_position=last_position)
-    return _with_memory(layout, memory_mask, state, read_back=not graph)
+    before = torch.full_like(form["tokens_seen"], -1) if state is None else state.last_position
+    last = last_position(tokens, real, position_ids, before)
+    layout = GridLayout(**sizes, **form, batch=batch, tokens=tokens, begun=any(seen), last_position=last)
+    sink_rows, next_window = _rows(layout)
+    layout = replace(layout, sink_rows=sink_rows, window=next_window)
+    return _with_memory(layout, memory_mask, state)
 
 
 _layout_outside_graph = torch.compiler.disable(
@@ -107,7 +108,6 @@ def _plain_form(
         "slots": length if total >= length else total,
         "carried": carried,
         "carried_to": sum(ahead) + (local - base) * length + carried if seen else 0,
-        "seen": seen,
         "document": torch.full((1, segments + 1), base - seen // length, device=device),
         "positions": torch.arange(seen, seen + tokens, device=device).unsqueeze(0),
         "tokens_seen": torch.full((batch,), seen + tokens, device=device),
@@ -168,7 +168,6 @@ def _indexed_form(
         "slots": slots,
         "carried": carried,
         "carried_to": sum(ahead) + carried if begun else 0,
-        "seen": None,
         "document": marks[:, :-1].cummax(1).values,
         "packed": packed,
         "source": source,
@@ -180,88 +179,72 @@ def _indexed_form(
     }
 
 
-def _next_places(window: tuple[int, int, int, int], form: dict[str, Any]) -> Tensor:
-    """[`GridLayout.window`], of the other fields."""
-    length, local, sinks, kept = window
-    ended, document = form["tokens_seen"].unsqueeze(1), form["document"][:, -1:]
-    slots, source = form["slots"], form.get("source")
+def _rows(layout: GridLayout) -> tuple[Tensor, Tensor]:
+    """[`GridLayout.sink_rows`] and [`GridLayout.window`], of the other fields."""
+    length, local, sinks, kept = layout.window_sizes
+    source, places = layout.source, torch.arange(max(sinks, (local + 1) * length), device=layout.document.device)
+    if source is None:
+        slots = torch.arange(layout.segments * layout.slots, device=places.device)
+        source = torch.where(slots < layout.carried + layout.tokens, slots, -1).unsqueeze(0)
+    source = F.pad(source, (1, 1), value=-1)  # before and beyond the grid there is none
+    before = layout.carried_to - layout.carried  # places of the window before what is in the grid
 
-    def row_of(place: Tensor) -> Tensor:
-        return place if source is None else source.gather(1, place.clamp(0, source.shape[1] - 1))
+    def rows_of(document: Tensor, number: Tensor) -> Tensor:  # of the document's tokens of these numbers
+        place = (document + number // length) * layout.slots + number % length
+        row = source.gather(1, (place + 1).clamp(0, source.shape[1] - 1).flatten(1)).view_as(place)
+        return torch.where((number >= 0) & (number % length < layout.slots), row, -1)
 
-    before = form["carried_to"] - form["carried"]  # places of the window before what is in the grid
-    places = torch.arange((local + 1) * length, device=ended.device)
-    token = (ended // length - local) * length + places
-    row = row_of((token // length + document) * slots + token % length) + before
-    found = F.pad(torch.where((token >= 0) & (token < ended), row, -1), (kept, 0), value=-1)
-    if not sinks:
-        return found
-    token = torch.arange(sinks, device=ended.device).expand(ended.shape[0], sinks)
-    row = row_of(document * slots + token)
-    row = torch.where((document < 0) | (row < form["carried"]), token, row + before)
-    return torch.cat([torch.where(token < ended, row, -1), found], 1)
-
-
-def _last_position(
-    tokens: int, real: Tensor | None, position_ids: Tensor | None, state: InfiniState | None, like: Tensor
-) -> Tensor:
-    """[`Layout.last_position`], a tensor such as `like`."""
-    before = torch.full_like(like, -1) if state is None else state.last_position
-    if position_ids is None:
-        return before + (tokens if real is None else real.sum(1))
-    if real is None:
-        return position_ids[:, -1].long()
-    latest = torch.where(real, torch.arange(tokens, device=real.device), -1).amax(1)
-    return torch.where(latest >= 0, position_ids.gather(1, latest.clamp(min=0).unsqueeze(1)).squeeze(1), before)
+    document = layout.document if layout.source is not None else layout.document[:, :1]
+    first = document.unsqueeze(2)
+    row = rows_of(first, places[:sinks].expand(*document.shape, -1))
+    known = (first < 0) | ((row >= 0) & (row < layout.carried))  # before the call
+    sink_rows = torch.where(known, places[:sinks], torch.where(row < 0, -1, row + before))
+    last, ended = layout.document[:, -1:], layout.tokens_seen[: len(document)].unsqueeze(1)
+    row = rows_of(last, (ended // length - local) * length + places[: (local + 1) * length])
+    window = F.pad(torch.where(row < 0, -1, row + before), (kept, 0), value=-1)
+    window = torch.cat([sink_rows[:, -1], window], 1).expand(layout.batch, -1)
+    return sink_rows[:, :-1] if layout.source is not None else sink_rows, window
 
 
-def _with_memory(layout: GridLayout, memory_mask: Tensor | None, state: InfiniState | None, read_back: bool) -> GridLayout:
+def _with_memory(layout: GridLayout, memory_mask: Tensor | None, state: InfiniState | None) -> GridLayout:
     """The layout that knows which tokens of the call and of the state's window the memory skips, and how many it holds."""
     batch, device, skipped, next_skipped = layout.batch, layout.tokens_seen.device, None, None
-    window = None if state is None else state.local_skipped
+    window, written = None if state is None else state.local_skipped, _leaving(layout)
     if memory_mask is not None or window is not None:
         shape = (batch, layout.tokens if memory_mask is None else layout.places)
         nothing = torch.zeros(shape, dtype=torch.bool, device=device)
         new, window = nothing if memory_mask is None else ~memory_mask, nothing if window is None else window
         new, window = (part[:, None, :, None] for part in (new, window))
         next_skipped, skipped = layout.next_window(new, window)[:, 0, :, 0], layout.to_grid(new, window)[..., 0, 0]
-    written = _leaving(layout)
-    if skipped is not None:
-        wanted = ~layout.delay(skipped)
-        written = wanted if written is None else written & wanted
+        written = written & ~layout.delay(skipped)
     before = torch.zeros(batch, dtype=torch.long, device=device) if state is None else state.tokens_left()
-    places = torch.arange(layout.segments + 1, device=device)
-    total = places.unsqueeze(0) * layout.slots if written is None else pad(written.sum(-1), (1, 0)).cumsum(1)
+    total = pad(written.sum(-1), (1, 0)).cumsum(1)
     # The delayed segment that takes in a document's first
-    first = (layout.document + layout.local_segments).clamp(min=0).minimum(places)
+    first = (layout.document + layout.local_segments).clamp(min=0)
+    first = first.minimum(torch.arange(layout.segments + 1, device=device))
     continued = layout.document == layout.document[:, :1]
     left = total - total.gather(1, first) + continued * before.unsqueeze(1)
     # Its strides are those of a new tensor, for torch.cond compares them
     after = (left[:, -1] - layout.kept_tokens).clamp(min=0).clone(memory_format=torch.contiguous_format)
     most_kept = layout.kept_tokens
-    if most_kept and read_back:  # short rows do not attend to empty places
+    if most_kept and not torch.compiler.is_compiling():  # short rows do not attend to empty places
         most_kept = min(most_kept, int(left[:, :-1].max()))
     found = {"skipped": skipped, "next_skipped": next_skipped, "written": written, "left": left, "most_kept": most_kept}
     return replace(layout, memory_tokens=after, **found)
 
 
-def _leaving(layout: GridLayout) -> Tensor | None:
+def _leaving(layout: GridLayout) -> Tensor:
     """[`GridLayout.written`], with skipped tokens."""
-    local, document, last = layout.local_segments, layout.document[:, :-1], layout.document[:, -1:]
-    if layout.seen is not None and not local and not layout.ahead:
-        missing = layout.segments * layout.slots - layout.carried - layout.tokens
-        if not missing and layout.slots == layout.segment_length:
-            return None
+    document, last = layout.document[:, :-1], layout.document[:, -1:]
     # Grid index of the next token's segment
-    current = layout.tokens_seen[: document.shape[0]].unsqueeze(1) // layout.segment_length + last
-    complete = (document != last) | (torch.arange(layout.segments, device=last.device) < current - local)
+    current = layout.tokens_seen[: len(document)].unsqueeze(1) // layout.segment_length + last
+    segments = torch.arange(layout.segments, device=last.device)
+    complete = (document != last) | (segments < current - layout.local_segments)
     filled = complete.unsqueeze(-1).expand(-1, -1, layout.slots)
     if layout.source is not None:
         filled = filled & (layout.source >= 0).unflatten(1, filled.shape[1:])
-    leaving = layout.delay(filled)
-    if layout.sink_tokens or layout.packed:  # of a document that has ended, nobody reads what is left: numbers below 0
-        leaving = leaving & (layout.delayed_numbers(0, layout.segments) >= layout.sink_tokens)
-    return leaving
+    # Of a document that has ended, nobody reads what is left: numbers below 0
+    return layout.delay(filled) & (layout.delayed_numbers(0, layout.segments) >= layout.sink_tokens)
 
 
 def restarts(position_ids: Tensor, real: Tensor | None, state: InfiniState | None) -> Tensor:

@@ -20,8 +20,6 @@ from torch.nn import functional as F
 from ..memory import MemoryRule, Written, mapped
 from .scan import DeltaScan
 
-SMALL = 32  # tokens of a triangular system that is solved as it is
-
 # Logits of β and α before training: β = 1/2; α = 0.999994, of which 16,384 tokens leave 90 %, and which still has a gradient
 RATES = (0.0, 12.0)
 
@@ -134,24 +132,9 @@ def _chunk_weights(key: Tensor, log_beta: Tensor, log_kept: Tensor) -> Tensor:
     """
     beta = log_beta.exp()
     decay = (log_kept.unsqueeze(-1) - log_kept.unsqueeze(-2)).tril(-1).exp()  # no exponent is positive
-    inverse = _inverse(key @ key.mT * decay * beta.unsqueeze(-1)) * beta.unsqueeze(-2)
-    return inverse.mT @ (key * (log_kept[:, -1:] - log_kept).exp().unsqueeze(-1))
-
-
-def _inverse(lower: Tensor) -> Tensor:
-    """(I + T)⁻¹ `[chunks, P, P]`, T being what `lower` has below its diagonal.
-
-    By halves, in products, which a CPU computes several times faster than it solves. None of the entries of the inverse, or
-    of a part's, is larger than 1: those below the diagonal are β_t k_t·(what the tokens between leave of k_i).
-    """
-    tokens = lower.shape[-1]
-    if tokens <= SMALL:
-        eye = torch.eye(tokens, dtype=lower.dtype, device=lower.device)
-        return torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
-    half = tokens // 2
-    first, last = _inverse(lower[:, :half, :half]), _inverse(lower[:, half:, half:])
-    corner = last @ lower[:, half:, :half] @ first
-    return torch.cat([F.pad(first, (0, tokens - half)), torch.cat([-corner, last], -1)], 1)
+    below = key @ key.mT * decay * beta.unsqueeze(-1)  # T below the diagonal; nothing else of it is read
+    kept_of = key * (log_kept[:, -1:] - log_kept).exp().unsqueeze(-1)
+    return torch.linalg.solve_triangular(below.mT, kept_of, upper=True, unitriangular=True) * beta.unsqueeze(-1)
 
 
 def _in_chunks(part: Tensor, chunks: int) -> Tensor:

@@ -23,12 +23,11 @@ from ...compat.execution_device import device_of
 from ...layers.memory_layer import in_evaluation
 from ...models.scratch.attention import CausalMultiHeadAttention
 from ...models.structure import attention_layers, decoder_of
-from ...ops.attention import BACKENDS
-from ...ops.backends import Attended, AttentionCall, Backend, forced_backend
+from ...ops.attention import attend_grid, forced_backend
 from ...ops.checks import check_kinds
 from ...ops.layout.base import GridLayout
 from ...ops.scores import visible_softmax
-from ...ops.state import Projections
+from ...ops.state import Attended, AttentionCall, Projections
 from ...options import layer_kinds
 from .heads import KEPT, MEMORY, NONE, SINK, WINDOW, Inspection, LayerInspection, token_texts
 
@@ -108,7 +107,7 @@ def _caught_parts(
 
     def run(call: AttentionCall) -> Attended:
         if not running:
-            return BACKENDS[-1].run(call)
+            return attend_grid(call)
         parts = found[running[0]] = _memory_parts(call)
         return parts["heads"].to(call.tokens.value.dtype), None, None
 
@@ -130,7 +129,7 @@ def _caught_parts(
             stack.enter_context(module.register_forward_hook(end, with_kwargs=True))
         stack.callback(setattr, base.config, "_attn_implementation", base.config._attn_implementation)
         base.config._attn_implementation = INTERFACE
-        with in_evaluation(base), forced_backend(Backend("inspection", lambda call: (True, "the parts are kept"), run)):
+        with in_evaluation(base), forced_backend(run):
             base(**given, use_cache=False)
     return found
 
@@ -212,7 +211,7 @@ def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor
     state: Any = replace(call.state, **{name: F.pad(getattr(call.state, name), (0, count)) for name in of_values})
     state = state.checked_for(tokens, call.layout.places, call.rule.normalised)
     call = call._replace(tokens=tokens, gate=gate, state=state, rule=Watched(**vars(call.rule)), return_state=True)
-    attended: Any = BACKENDS[-1].run(call)
+    attended: Any = attend_grid(call)
     heads, weights = attended[0].split([value.shape[-1], count], -1)
     return heads, weights, torch.cat([*held, attended[1].memory.unsqueeze(1)], 1).transpose(1, 2)
 
