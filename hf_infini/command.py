@@ -278,9 +278,12 @@ def _fit(net, tokenizer, text: str, folder: Path, rows: int, window: dict, kept_
     """Gives a plain model a window and kept tokens, fits their score, and writes it."""
     if hasattr(net.config, "infini_layers"):
         raise ValueError("this model has a memory already; a score is fitted for a plain one.")
+    if net.config.model_type == "gpt2":
+        window = window | {"position_encoding": "segment"}  # texts longer than its positions
     patch_model(net, **window, kept_tokens=kept_tokens, keep_score="learned", gate_init=-1000.0)
     _say("fitting which tokens are worth keeping; this is done once for a model")
-    fit_keep_score(net, asking_rows(tokenizer, text, rows=rows))
+    length = min(1700, net.config.max_position_embeddings)
+    fit_keep_score(net, asking_rows(tokenizer, text, rows=rows, length=length))
     save_adapter(net, folder, torch.bfloat16)
 
 

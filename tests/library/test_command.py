@@ -222,6 +222,17 @@ def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
     assert "Attention heads: plain" in page.read_text(encoding="utf-8")
 
 
+def test_a_gpt2_reads_texts_longer_than_its_positions(folders, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "WINDOW", {"segment_length": 16, "local_segments": 1, "sink_tokens": 2})
+    tokenizer = AutoTokenizer.from_pretrained(folders["plain"])
+    model = gpt2(vocab_size=400, n_positions=300, pad_token_id=tokenizer.pad_token_id)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "long.txt").write_text(sample_text()[:2000], encoding="utf-8")
+    printed = run("ask", tmp_path / "gpt2", tmp_path / "long.txt", "--device", "cpu", "-q", "Who?", "--max-new-tokens", 3)
+    assert int(re.search(r"([\d,]+) tokens in a cache", printed.err)[1].replace(",", "")) > 300
+
+
 def test_estimate_prints_a_table(folders, run):
     lines = run("estimate", folders["plain"], "--tokens", 1000, "--tokens", 10_000, "--kept-tokens", 8).out.splitlines()
     first, second = (line.split() for line in lines[1:])
