@@ -8,6 +8,7 @@ how to load it.
 
 import hashlib
 import json
+import operator
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from .structure import inside_of
 
 RECORD, WEIGHTS = "infini_adapter.json", "infini_adapter.safetensors"
 LORA, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
+SIGNS, MOST_SIGNS = 512, 0.2  # how many are compared, and which share may differ; of models that differ, half do
 MARK = " with Infini-attention: hf_infini.load_adapter(plain_model, path) loads this adapter and its memory"
 
 
@@ -100,7 +102,8 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
     """Gives a plain model the memories of [`save_adapter`], in place, and PEFT's adapter, if there is one.
 
     Args:
-        model: the plain model that the adapter was trained with.
+        model: the plain model that the adapter was trained with; or one whose weights differ a little, because they are
+            quantized or were fine-tuned: a warning says so.
         path: a folder, or a name on the Hub.
         kept_tokens: how many tokens each head keeps, for which the same scores serve; `None`: as many as when it was saved.
         hub: `revision`, `token`, … of a name on the Hub.
@@ -116,9 +119,7 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"an adapter of a memory is put on a plain model of transformers; got a {type(model).__name__}.")
     record = read_record(path, **hub)
-    found, wanted = describe(model), record["model"]
-    if different := "; ".join(f"{n} is {found[n]!r}, not {wanted[n]!r}" for n in found if found[n] != wanted[n]):
-        raise ValueError(f"the adapter of {path} was trained with another model: {different}.")
+    _check_model(path, describe(model), record["model"])
     config, options = _peft_config(path, hub), record["options"]
     adapted = patch_model(model, **options if kept_tokens is None else options | {"kept_tokens": kept_tokens})
     if config is not None:
@@ -157,18 +158,40 @@ def restore_adapter(model, path, **hub) -> None:
 
 
 def describe(model) -> dict:
-    """What tells one plain model from another: its type, its sizes, and a hash of its first weights, rounded to bfloat16 so
-    that it does not depend on the dtype that the model was loaded with."""
+    """What tells one plain model from another: its type, its sizes, a hash of its first weights, rounded to bfloat16 so that
+    it does not depend on the dtype that the model was loaded with; and signs of sums of them, most of which are the same
+    where weights are quantized."""
     inside = inside_of(model)
     weight = next(inside.get_input_embeddings().parameters())  # before those of PEFT
-    rows = weight[:64].detach().to("cpu", torch.bfloat16).contiguous()
+    rows = weight[:1024].detach().to("cpu", torch.bfloat16).contiguous()
+    sums = rows.float().flatten()[: rows.numel() // SIGNS * SIGNS].view(SIGNS, -1).sum(1)
     return {
         "model_type": _own_type(inside),
         "layers": inside.config.num_hidden_layers,
         "heads": inside.config.num_attention_heads,
         "width": inside.config.hidden_size,
-        "weights": hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest()[:16],
+        "weights": hashlib.sha256(rows[:64].view(torch.uint8).numpy().tobytes()).hexdigest()[:16],
+        "signs": "".join("1" if positive else "0" for positive in (sums > 0).tolist()),
     }
+
+
+def _check_model(path, found: dict, wanted: dict) -> None:
+    """ValueError where an adapter, of the `wanted` model, was trained with another one than `found`; a warning where only
+    the weights differ a little."""
+    wanted = {"signs": None, **wanted}  # which earlier versions did not write
+    if different := [name for name in found if name not in ("weights", "signs") and found[name] != wanted[name]]:
+        names = "; ".join(f"{name} is {found[name]!r}, not {wanted[name]!r}" for name in different)
+        raise ValueError(f"the adapter of {path} was trained with another model: {names}.")
+    if found["weights"] == wanted["weights"]:
+        return
+    share = sum(map(operator.ne, found["signs"], wanted["signs"] or "")) / SIGNS
+    if wanted["signs"] is None or share > MOST_SIGNS:
+        raise ValueError(f"the adapter of {path} was trained with another model: its weights are others.")
+    warnings.warn(
+        f"the weights differ a little from those that the adapter of {path} was trained with ({share:.0%} of the signs that "
+        "are compared), as those of a quantized or fine-tuned model do: nothing was measured with these.",
+        stacklevel=3,
+    )
 
 
 def _own_type(inside) -> str:

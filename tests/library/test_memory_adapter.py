@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load, save_file
 
 from decoders import decoder
 from hf_infini import load_adapter, patch_model, save_adapter
+from hf_infini.layers.memory_layer import memory_layers
 from hf_infini.models.adapter import LORA, LORA_WEIGHTS, RECORD, WEIGHTS, restore_adapter
 from models import gpt2, token_ids
 
@@ -116,7 +118,7 @@ def refused(model, folder, message):
     [
         (gpt2, "was trained with another model: model_type is 'gpt2', not 'llama'"),
         (lambda: decoder("llama", num_hidden_layers=2), "layers is 2, not 4"),
-        (other_weights, "was trained with another model: weights is"),
+        (other_weights, "was trained with another model: its weights are others"),
         (lambda: patch_model(MAKERS["llama"](), segment_length=8), "has Infini-attention already"),
         (lambda: torch.nn.Linear(2, 2), "is put on a plain model of transformers; got a Linear"),
         (lambda: None, "is put on a plain model of transformers; got a NoneType"),
@@ -130,6 +132,33 @@ def test_another_model_is_refused(make, message, saved):
     else:
         with pytest.raises(ValueError, match=message):
             load_adapter(model, saved)
+
+
+def rounded(model, steps: int):
+    """The model with weights of so many steps for each block of 32 numbers, as 4-bit files have 15."""
+    for parameter in model.parameters():
+        if parameter.numel() % 32 == 0:
+            blocks = parameter.data.view(-1, 32)
+            low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
+            step = ((high - low) / steps).clamp(min=1e-12)
+            parameter.data = ((blocks - low) / step).round().mul(step).add(low).view_as(parameter)
+    return model
+
+
+def test_a_quantized_twin_takes_it_with_a_warning(saved, tmp_path):
+    with pytest.warns(UserWarning, match=r"the weights differ a little .* \([1-9]% of the signs"):
+        found = load_adapter(rounded(MAKERS["llama"](), 15), saved)
+    assert memory_layers(found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        load_adapter(MAKERS["llama"](), saved)
+    # An adapter of an earlier version has no signs: only the same weights are known
+    old = shutil.copytree(saved, tmp_path / "old")
+    record = json.loads((old / RECORD).read_text("utf-8"))
+    del record["model"]["signs"]
+    (old / RECORD).write_text(json.dumps(record), "utf-8")
+    load_adapter(MAKERS["llama"](), old)
+    refused(rounded(MAKERS["llama"](), 15), old, "its weights are others")
 
 
 def json_with(file, **values):
