@@ -23,6 +23,8 @@ from ..ops.state import Attended, AttentionCall
 from ..ops.window import masked_scores
 from ..options import check_number
 
+QUERIES = 256  # of which the attention is held at a time
+
 
 @torch.no_grad()
 @check_kinds
@@ -116,13 +118,19 @@ def largest_attention(call: AttentionCall, distance: int) -> Tensor:
     """
     places, softmax = call.layout.query_places, call.softmax
     query, key = softmax.compared_queries(call.tokens.query, places), softmax.compared_keys(call.tokens.key, places)
-    tokens, found = key.shape[2], []
-    visible = torch.ones(tokens, tokens, dtype=torch.bool, device=key.device).tril()
-    for queries, keys in zip(query.unflatten(1, (key.shape[1], -1)).unbind(1), key.unbind(1), strict=True):  # a group
-        scores = masked_scores(queries, keys[:, None], visible, softmax)
-        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        found.append(weights.tril_(-distance).amax((1, 2)))
-    return torch.stack(found, 1)
+    batch, kv_heads, tokens = key.shape[:3]
+    query, numbers = query.unflatten(1, (kv_heads, -1)), torch.arange(tokens, device=key.device)
+    wide = torch.promote_types(key.dtype, torch.float32)
+    found = torch.full((batch, kv_heads, tokens), -torch.inf, dtype=wide, device=key.device)
+    for begin in range(distance, tokens, QUERIES):
+        asking = numbers[begin : begin + QUERIES, None]
+        end = begin + len(asking)
+        far = end - distance  # the first that no query of these may count
+        scores = masked_scores(query[:, :, :, begin:end], key[:, :, None, :end], numbers[:end] <= asking, softmax).to(wide)
+        weights = scores[..., :far] - scores.logsumexp(-1, keepdim=True)
+        weights = weights.masked_fill_(numbers[:far] > asking - distance, -torch.inf).amax((2, 3))
+        found[..., :far] = torch.maximum(found[..., :far], weights)
+    return found.exp()
 
 
 def ridge_regression(sums: Tensor, heads: int, ridge: float) -> Tensor:

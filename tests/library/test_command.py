@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-import hf_infini
 from corpora.tokenization import build_character_tokenizer, train_bpe
 from decoders import decoder
 from hf_infini import InfiniCache, command, estimate, load_adapter, patch_model
@@ -20,7 +19,7 @@ from hf_infini.compat.cache_name import CACHE
 from hf_infini.tools.asking_rows import FORMS, asking_rows
 from hf_infini.tools.documents import read_document
 from models import gpt2, infini_gpt2, token_ids
-from running import sample_text
+from running import ROOT, sample_text
 
 TEXT = sample_text()[:600].strip()
 PDF = """1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj
@@ -262,7 +261,7 @@ def test_every_command_of_the_page_runs(folders, run, tmp_path, monkeypatch):
     """With a small model and text in the place of the page's."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text(TEXT, encoding="utf-8")
-    page = (Path(hf_infini.__file__).parents[1] / "docs" / "ask.md").read_text("utf-8")
+    page = (ROOT / "docs" / "ask.md").read_text("utf-8")
     blocks = re.findall(r"```(?:bash|text)\n(.*?)```", page, re.DOTALL)
     commands = [line.removeprefix("$ ") for line in "".join(blocks).replace("\\\n", "").splitlines() if "hf-infini " in line]
     known = {one.name or one.callback.__name__ for one in command.app.registered_commands}
@@ -273,5 +272,5 @@ def test_every_command_of_the_page_runs(folders, run, tmp_path, monkeypatch):
 
 
 def test_it_is_installed_with_the_package():
-    project = tomllib.loads((Path(hf_infini.__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert project["scripts"] == {"hf-infini": f"{command.__name__}:{command.main.__name__}"}
