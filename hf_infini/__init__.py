@@ -32,10 +32,12 @@ from .models.scratch.modeling import AUTO_CLASSES, CausalMHAForCausalLM, CausalM
 from .ops.attention import infini_attention
 from .ops.naive import naive_infini_attention
 from .ops.state import InfiniState
+from .tools.asking_rows import asking_rows
 from .tools.backends import backend_of
 from .tools.estimate import estimate
 from .tools.inspection import inspect_attention
 from .tools.keep_score import fit_keep_score
+from .tools.reader import Reader
 
 GPT2InfiniAttention = infini_class(GPT2Attention)
 transformers.AutoConfig.register("causal_mha", CausalMHAConfig, exist_ok=True)
@@ -54,6 +56,8 @@ __all__ = [
     "InfiniCache",
     "InfiniGPT2Config",
     "InfiniState",
+    "Reader",
+    "asking_rows",
     "backend_of",
     "cache_bytes",
     "estimate",
