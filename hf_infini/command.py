@@ -17,7 +17,7 @@ from transformers import AutoConfig, TextStreamer
 
 from .cache.cache import InfiniCache
 from .cache.files import MemoryFileError
-from .models.adapter import describe, load_adapter, merged, save_adapter
+from .models.adapter import RECORD, describe, load_adapter, merged, save_adapter
 from .models.loading import load_causal_lm, load_tokenizer
 from .models.patching import patch_model
 from .tools.asking_rows import asking_rows
@@ -89,7 +89,7 @@ def ask(
         _say(f"> {asked}")
         answer([{"role": "user", "content": asked}])
     messages = []
-    while not question and (asked := input("> ")):
+    while not question and (asked := _typed()):
         messages.append({"role": "user", "content": asked})
         messages.append({"role": "assistant", "content": answer(messages)})
 
@@ -230,7 +230,7 @@ def main() -> None:
     """Runs the command; what ends it early is one line on standard error."""
     try:
         app()
-    except (KeyboardInterrupt, EOFError):
+    except KeyboardInterrupt:
         _say("")
         raise SystemExit(130) from None
     except ModuleNotFoundError as error:
@@ -249,8 +249,8 @@ def _load(model: str, adapter: str | None, kept_tokens: int | None, device: str,
         if adapter is not None or kept_tokens is not None:
             raise ValueError(f"{model} has the options of its memory: leave --adapter and --kept-tokens out.")
         return net, tokenizer
-    fitted = Path(adapter) if adapter is not None else KEPT / "scores" / _hash(json.dumps(describe(net)))
-    if adapter is None and not fitted.exists():
+    fitted = KEPT / "scores" / _hash(json.dumps(describe(net)))
+    if adapter is None and not (fitted / RECORD).exists():  # the file that is written last
         if text is None:
             raise ValueError(f"{model} has no memory: give the --adapter with which the text was read.")
         _fit(net, tokenizer, text, fitted, 24, WINDOW, KEPT_TOKENS)
@@ -289,6 +289,15 @@ def _fit(net, tokenizer, text: str, folder: Path, rows: int, window: dict, kept_
 
 def _text_of(documents: list[Path]) -> str:
     return "\n\n".join(read_document(path) for path in documents)
+
+
+def _typed() -> str:
+    """A question from standard input; empty at its end."""
+    print("> ", end="", file=sys.stderr, flush=True)
+    try:
+        return input()
+    except EOFError:
+        return ""
 
 
 def _streamer(tokenizer) -> TextStreamer:

@@ -1,5 +1,6 @@
 """The command: documents in, answers out; the second start reads nothing. And what it is made of."""
 
+import io
 import re
 import shlex
 import string
@@ -143,8 +144,7 @@ def run(monkeypatch, capsys, tmp_path):
 
     def call(*words, status: int | None = 0, typed: str = ""):
         monkeypatch.setattr(sys, "argv", ["hf-infini", *map(str, words)])
-        answers = iter(typed.split("\n"))
-        monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
         with pytest.raises(SystemExit) as stop:
             command.main()
         printed = capsys.readouterr()

@@ -191,7 +191,7 @@ def test_the_adapters_of_the_repository_fit_models_of_their_sizes(folder, monkey
     sizes |= {"num_attention_heads": described["heads"]}
     config = LlamaConfig(vocab_size=99, intermediate_size=32, num_key_value_heads=3, **sizes)
     plain = LlamaForCausalLM(config)
-    with pytest.raises(ValueError, match="was trained with another model: weights is"):
+    with pytest.raises(ValueError, match="was trained with another model: its weights are others"):
         load_adapter(plain, folder)
     monkeypatch.setattr(memory_adapter, "describe", lambda model: described)
     model = load_adapter(plain, folder).eval()  # every parameter, of its shape and finite
