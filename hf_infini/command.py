@@ -19,9 +19,9 @@ from .cache.cache import InfiniCache
 from .cache.files import MemoryFileError
 from .models.adapter import RECORD, describe, load_adapter, merged, save_adapter
 from .models.loading import load_causal_lm, load_tokenizer
-from .models.patching import patch_model
+from .models.patching import patch_model, unpatch_model
 from .tools.asking_rows import asking_rows
-from .tools.documents import read_document
+from .tools.documents import read_document, read_documents
 from .tools.estimate import estimate as estimate_cache
 from .tools.inspection import inspect_attention
 from .tools.inspection.page import inspection_page
@@ -66,7 +66,7 @@ def ask(
     What was read is kept in a memory file: the next start reads nothing. A plain model without an adapter gets a window
     and kept tokens, whose score is fitted first, on text of the documents; that is kept, too.
     """
-    text = _text_of(documents)
+    text = read_documents(documents)
     net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, text)
     tokenizer.chat_template = tokenizer.chat_template if chat_template else None
     reader = Reader(net, tokenizer)
@@ -105,7 +105,7 @@ def read(
     dtype: Dtype = "auto",
 ) -> None:
     """Reads documents, and writes what the model remembers of them: a memory file, for `continue`."""
-    text = _text_of(documents)
+    text = read_documents(documents)
     net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, text)
     cache = Reader(net, tokenizer).read(text, file=out, split_special_tokens=True)
     plain = estimate_cache(net.config, cache.get_seq_length()).plain
@@ -155,7 +155,7 @@ def fit(
 ) -> None:
     """Fits which tokens are worth keeping, on text such as will be read: an adapter of a few kilobytes."""
     net, tokenizer = _loaded(model, device, dtype)
-    _fit(net, tokenizer, _text_of(documents), out, rows, WINDOW | {"segment_length": segment_length}, kept_tokens)
+    _fit(net, tokenizer, read_documents(documents), out, rows, WINDOW | {"segment_length": segment_length}, kept_tokens)
     _say(f"{out}: use it with --adapter, or hf_infini.load_adapter")
 
 
@@ -254,7 +254,7 @@ def _load(model: str, adapter: str | None, kept_tokens: int | None, device: str,
         if text is None:
             raise ValueError(f"{model} has no memory: give the --adapter with which the text was read.")
         _fit(net, tokenizer, text, fitted, 24, WINDOW, KEPT_TOKENS)
-        return _load(model, adapter, kept_tokens, device, dtype)
+        unpatch_model(net)
     net = merged(load_adapter(net, adapter or fitted, kept_tokens=kept_tokens))
     if not net.config.infini_layers:
         raise ValueError(f"{model} has no memory.")
@@ -285,10 +285,6 @@ def _fit(net, tokenizer, text: str, folder: Path, rows: int, window: dict, kept_
     length = min(1700, net.config.max_position_embeddings)
     fit_keep_score(net, asking_rows(tokenizer, text, rows=rows, length=length))
     save_adapter(net, folder, torch.bfloat16)
-
-
-def _text_of(documents: list[Path]) -> str:
-    return "\n\n".join(read_document(path) for path in documents)
 
 
 def _typed() -> str:

@@ -216,6 +216,13 @@ def context_limit(config) -> int | None:
     return getattr(config, "n_positions", None) if getattr(config, "position_encoding", "learned") == "learned" else None
 
 
+def key_heads(config) -> tuple[int, int]:
+    """Key/value heads of a layer, and the width of one."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return getattr(config, "num_key_value_heads", None) or heads, width
+
+
 def layer_kinds(config) -> list[str]:
     """What each layer's own attention sees, by transformers' names: "full_attention", "sliding_attention", …"""
     kinds = getattr(config, "layer_types", None)

@@ -17,7 +17,8 @@ from ..ops.checks import check_kinds
 from ..ops.memory import KEEP_SCORES
 from ..ops.rules import RULES
 from ..ops.state import InfiniState
-from .files import check_model, describe_model, read_memory_file, write_memory_file
+from ..options import key_heads
+from .files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
 
 TEXT_END = 64  # so many last ids tell a text from another
 
@@ -259,7 +260,9 @@ class InfiniCache(Cache):
 
     @classmethod
     @check_kinds
-    def from_pretrained(cls, path: str | Path, model: nn.Module) -> "InfiniCache":
+    def from_pretrained(
+        cls, path: str | Path, model: nn.Module, *, text_sha256: Sequence[str] | None = None
+    ) -> "InfiniCache":
         """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices.
 
         Hashes the model's weights to compare them with those that wrote the memory (see [`describe_model`] for the time).
@@ -267,14 +270,17 @@ class InfiniCache(Cache):
         Args:
             path: the file.
             model: the model that continues.
+            text_sha256: for each row, the sha256 of the text that it must have read; `None`: any.
 
         Raises:
-            MemoryFileError: the file is damaged, no memory file, or of another model: the message says what is wrong.
+            MemoryFileError: the file is damaged, no memory file, or of another model or text; the message says which.
             OSError: there is no such file, or it may not be read.
         """
         config: Any = model.config
         cache, (record, tensors) = cls(config), read_memory_file(path)
         check_model(path, record, model)
+        if text_sha256 is not None and record["text_sha256"] != list(text_sha256):
+            raise MemoryFileError(f"{path} is the memory of another text: give another name, or delete it.")
         columns = record["columns"]
         devices = {getattr(module, "layer_idx", None): device_of(module) for module in model.modules()}
         layers: Any = cache.layers
@@ -301,10 +307,9 @@ def cache_bytes(config: PreTrainedConfig) -> int:
     """
     if not getattr(config, "infini_layers", ()):
         raise ValueError(f"the cache of a {type(config).__name__} without a compressive memory grows with every token.")
-    rule, heads = RULES[config.update_rule], config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rule, (heads, width) = RULES[config.update_rule], key_heads(config)
     dtype: Any = config.dtype or torch.get_default_dtype()
-    key = torch.empty(1, getattr(config, "num_key_value_heads", None) or heads, 0, width, dtype=dtype, device="meta")
+    key = torch.empty(1, heads, 0, width, dtype=dtype, device="meta")
     learned = bool(rule.parameters(1, 1)) or config.memory_write == "learned"
     sizes = {"log_weights": rule.rates if learned else 0, "scores": len(KEEP_SCORES[config.keep_score])}
     state = InfiniState.initial(key, key, *config.window, normalised=rule.normalised, **sizes)

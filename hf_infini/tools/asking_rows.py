@@ -3,6 +3,7 @@
 The facts' forms are in asking_rows.yaml, with what no form may be: one that an evaluation uses.
 """
 
+import functools
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -15,11 +16,16 @@ from transformers import PreTrainedTokenizerBase
 from ..ops.checks import check_kinds
 from ..options import check_number
 
-FORMS: dict[str, dict] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 TOKENS_PER_FACT = 280  # a row of 1,700 tokens states six facts
 SYLLABLES = "ba ce di fo gu la me ni po ru sa te vi zo xa lu mo ra pe ki".split()
 
 Span = tuple[int, int]  # the first and the last of a row's tokens
+
+
+@functools.cache
+def fact_forms() -> dict[str, dict]:
+    """The facts' forms and words, by language."""
+    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 @check_kinds
@@ -47,14 +53,14 @@ def asking_rows(
     [running] = encode([text])
     if not running:
         raise ValueError("rows are made of running text, and this one is empty.")
-    made = []
+    made, languages = [], [*fact_forms()]
     for number in range(rows):
         rng = random.Random(f"{seed}/{number}")
 
         def take(count: int, begin: int = rng.randrange(len(running))) -> list[int]:
             return [running[(begin + place) % len(running)] for place in range(count)]
 
-        made.append(asking_row(rng, encode, take, length, list(FORMS)[number % len(FORMS)])[0])
+        made.append(asking_row(rng, encode, take, length, languages[number % len(languages)])[0])
     return made
 
 
@@ -65,7 +71,7 @@ def asking_row(
 
     Args:
         encode: gives the ids of several texts; take: gives so many ids of running text.
-        language: of the facts, a key of `FORMS`.
+        language: of the facts, a key of [`fact_forms`].
 
     Raises:
         ValueError: the facts and their questions are longer.
@@ -96,7 +102,7 @@ def asking_row(
 
 def invented_fact(rng: random.Random, language: str) -> tuple[str, str]:
     """The beginning of a sentence, and what it ends with."""
-    words = FORMS[language]
+    words = fact_forms()[language]
 
     def drawn(match: re.Match) -> str:
         kind = match[1]

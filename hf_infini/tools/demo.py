@@ -7,7 +7,8 @@ from typing import Any
 import gradio
 from transformers import TextIteratorStreamer
 
-from .documents import read_document
+from ..options import key_heads
+from .documents import read_documents
 from .estimate import estimate
 from .reader import Reader
 
@@ -31,7 +32,7 @@ class Demo:
         if not files:
             raise gradio.Error("Choose a document first: text, Markdown, HTML or PDF.")
         try:
-            text = "\n\n".join(map(read_document, files))
+            text = read_documents(files)
             reader = Reader(self.model, self.tokenizer)
             cache = reader.read_document(text)
         except (ValueError, OSError) as error:
@@ -84,7 +85,6 @@ class Demo:
     def page(self) -> gradio.Blocks:
         """The page, to be launched."""
         config = self.model.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         with gradio.Blocks(title="hf_infini", analytics_enabled=False) as page:
             gradio.Markdown("# Ask a document\nIt is read once, into a cache that does not grow.")
             files = gradio.File(label="Text, Markdown, HTML or PDF", file_count="multiple", height=140)
@@ -95,7 +95,7 @@ class Demo:
             if config.kept_tokens:
                 with gradio.Accordion("What a head keeps of the document", open=False):
                     layer = gradio.Dropdown(config.infini_layers, value=config.infini_layers[0], label="Layer")
-                    head = gradio.Dropdown(list(range(heads)), value=0, label="Key/value head")
+                    head = gradio.Dropdown(list(range(key_heads(config)[0])), value=0, label="Key/value head")
                     kept = gradio.Textbox(label="Kept tokens", lines=8)
                     gradio.Button("Show").click(self.kept, [layer, head], kept)
         return page

@@ -1,6 +1,7 @@
 """The text of documents as they come: plain text, Markdown, HTML and PDF."""
 
 import io
+from collections.abc import Iterable
 from pathlib import Path
 
 HTML = (".html", ".htm", ".xhtml")
@@ -38,6 +39,11 @@ def read_document(path: str | Path) -> str:
     if not text:
         raise ValueError(f"{path} has no text." + (" Pages that are pictures need OCR first." if kind == ".pdf" else ""))
     return text
+
+
+def read_documents(paths: Iterable[str | Path]) -> str:
+    """The texts of files as one, with an empty line between them; errors as of [`read_document`]."""
+    return "\n\n".join(map(read_document, paths))
 
 
 def _text_of_pdf(path: Path, content: bytes) -> str:

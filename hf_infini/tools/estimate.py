@@ -9,7 +9,7 @@ from ..cache.cache import cache_bytes
 from ..models.families import infini_config
 from ..models.patching import convert_config
 from ..ops.checks import check_kinds
-from ..options import check_number, layer_kinds
+from ..options import check_number, key_heads, layer_kinds
 
 
 class Estimate(NamedTuple):
@@ -38,8 +38,7 @@ def estimate(config: PreTrainedConfig, tokens: int, **options) -> Estimate:
     elif options:
         raise ValueError(f"this {type(config).__name__} has the options of its memory: leave out {', '.join(options)}.")
     dtype: Any = config.dtype or torch.get_default_dtype()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, width = key_heads(config)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or tokens
     # With the token of the next call, what is held of a sliding window is the window
     held = [tokens if kind == "full_attention" else min(tokens, window - 1) for kind in layer_kinds(config)]

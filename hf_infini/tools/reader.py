@@ -1,12 +1,13 @@
 """A text that is read once, and asked many times: questions after a document, the turns of a chat."""
 
 import copy
+import functools
 import glob
 import hashlib
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..cache.cache import InfiniCache
-from ..cache.files import MemoryFileError, describe_model, read_memory_file
+from ..cache.files import describe_model
 from ..compat.cache_name import CACHE, cache_of
 from ..models.structure import decoder_of
 from ..ops.checks import check_kinds
@@ -89,14 +90,27 @@ class Reader:
         if text in self.texts:
             return self.texts[text]
         begun, before = self._longest([text])
-        cache, sha256 = None, [hashlib.sha256(text.encode()).hexdigest()]
-        if file is not None:
-            file = Path(file)
+        sha256, file = [hashlib.sha256(text.encode()).hexdigest()], None if file is None else Path(file)
+        if file is not None and file.exists():
+            cache = InfiniCache.from_pretrained(file, self.model, text_sha256=sha256)
+        elif file is None:
+            cache = self._read_on(copy.copy(before), self._encode(text[len(begun) :], split_special_tokens), progress)
+        else:
             file.parent.mkdir(parents=True, exist_ok=True)  # now, if it cannot be made, and not after hours
-            cache = self._of_file(file, sha256)
-        if cache is None:
+            partial, description = file.with_name(f"{file.name}.partial"), describe_model(self.model)
+            cache, done = copy.copy(before), 0
+            if partial.exists():
+                cache = InfiniCache.from_pretrained(partial, self.model, text_sha256=sha256)
+                done = cache.get_seq_length() - before.get_seq_length()
+
+            def save(path: Path) -> None:
+                cache.save_pretrained(path, description, text_sha256=sha256)
+
             ids = self._encode(text[len(begun) :], split_special_tokens)
-            cache = self._read_on(copy.copy(before), ids, file, sha256, progress)
+            self._read_on(cache, ids, progress, done, functools.partial(save, partial))
+            save(file)
+            for left in (partial, *file.parent.glob(f"{glob.escape(partial.name)}.*.part")):  # of starts that were killed
+                left.unlink(missing_ok=True)
         self.texts[text] = cache
         return cache
 
@@ -134,7 +148,7 @@ class Reader:
             raise ValueError("give texts that go on, by one token at least, beyond what has been read of them.")
         cache = copy.copy(before)
         if len(texts) == 1 and len(ids[0]) > self.chunk:
-            cache = self._read_on(cache, ids[0][: -self.chunk], None, [], False)
+            cache = self._read_on(cache, ids[0][: -self.chunk], False)
             ids = [ids[0][-self.chunk :]]
         pad: Any = next(i for i in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0) if i is not None)
         cache.batch_repeat_interleave(len(texts))
@@ -180,37 +194,26 @@ class Reader:
         ids = [number for piece in pieces_of(text) for number in self.tokenizer(piece, **how)["input_ids"]]
         return torch.tensor(ids, dtype=torch.long)
 
-    def _of_file(self, file: Path, sha256: list[str]) -> InfiniCache | None:
-        """The cache of a memory file; `None`: there is none."""
-        if not file.exists():
-            return None
-        cache = InfiniCache.from_pretrained(file, self.model)
-        if read_memory_file(file)[0]["text_sha256"] != sha256:
-            raise MemoryFileError(f"{file} is the memory of another text: give another name, or delete it.")
-        return cache
-
     @torch.no_grad()
-    def _read_on(self, cache: InfiniCache, ids: torch.Tensor, file: Path | None, sha256: list[str], progress: bool):
-        """The cache after these ids."""
-        partial = None if file is None else file.with_name(f"{file.name}.partial")
-        begin, done = cache.get_seq_length(), 0
-        found = None if partial is None else self._of_file(partial, sha256)
-        if found is not None:
-            cache, done = found, found.get_seq_length() - begin
-        description, saved = None if file is None else describe_model(self.model), time.monotonic()
+    def _read_on(
+        self,
+        cache: InfiniCache,
+        ids: torch.Tensor,
+        progress: bool,
+        done: int = 0,
+        save: Callable[[], None] = lambda: None,
+    ) -> InfiniCache:
+        """The cache, which reads these ids from number `done` on; `save` is called from time to time."""
+        saved = time.monotonic()
         bar = tqdm(total=len(ids), initial=done, desc="reading", unit="token", unit_scale=True, disable=not progress)
         with bar:
             for place in range(done, len(ids), self.chunk):
                 piece = ids[place : place + self.chunk].to(self.model.device)
                 decoder_of(self.model)(input_ids=piece[None], use_cache=True, **{CACHE: cache})
                 bar.update(len(piece))
-                if partial is not None and description is not None and time.monotonic() > saved + SAVE_SECONDS:
-                    cache.save_pretrained(partial, description, text_sha256=sha256)
+                if time.monotonic() > saved + SAVE_SECONDS:
+                    save()
                     saved = time.monotonic()
-        if file is not None and description is not None and partial is not None:
-            cache.save_pretrained(file, description, text_sha256=sha256)
-            for left in (partial, *file.parent.glob(f"{glob.escape(partial.name)}.*.part")):  # of starts that were killed
-                left.unlink(missing_ok=True)
         return cache
 
 

@@ -17,7 +17,7 @@ from decoders import decoder
 from hf_infini import InfiniCache, command, estimate, load_adapter, patch_model
 from hf_infini.cache.files import read_memory_file
 from hf_infini.compat.cache_name import CACHE
-from hf_infini.tools.asking_rows import FORMS, asking_rows
+from hf_infini.tools.asking_rows import asking_rows, fact_forms
 from hf_infini.tools.documents import read_document
 from models import gpt2, infini_gpt2, token_ids
 from running import ROOT, sample_text
@@ -78,11 +78,11 @@ def test_a_document_without_text_is_refused(name, content, message, tmp_path):
 
 
 def test_rows_ask_at_their_end_for_what_they_state():
-    tokenizer = build_character_tokenizer([sample_text(), str(FORMS), string.printable])
+    tokenizer = build_character_tokenizer([sample_text(), str(fact_forms()), string.printable])
     rows = asking_rows(tokenizer, sample_text(), rows=6, length=600, seed=3)
     assert rows == asking_rows(tokenizer, sample_text(), rows=6, length=600, seed=3)
     for number, row in enumerate(rows):
-        text, known = tokenizer.decode(row), FORMS[list(FORMS)[number % len(FORMS)]]["forms"]
+        text, known = tokenizer.decode(row), fact_forms()[list(fact_forms())[number % len(fact_forms())]]["forms"]
         asked = text.split("\n")[-3::2]  # two facts, with an empty line between
         assert len(row) == 600 and all(text.count(f"\n{one.removesuffix('.')}") == 2 for one in asked)
         patterns = [re.sub(r"\\{\w+\\}", ".+", re.escape(" ".join(form))) for form in known]

@@ -13,7 +13,7 @@ from datasets import Features, List, Value, load_from_disk
 from transformers import AutoTokenizer
 
 from corpora.biographies import SENTENCES, biography_documents
-from hf_infini.tools.asking_rows import FORMS, TOKENS_PER_FACT
+from hf_infini.tools.asking_rows import TOKENS_PER_FACT, fact_forms
 from recall.examples import WORDING
 from recall.rows import deal_kinds, read_mix
 from running import load_recipe
@@ -161,7 +161,7 @@ def test_forms_of_an_evaluation_are_never_fitted():
     evaluated += [sentence for fact in SENTENCES["facts"].values() for sentence in strings(fact)]
     evaluated += ["One of the special magic numbers for key is: value", "What are all the special magic numbers for key"]
     runs = {tuple(words[at : at + 4]) for words in map(words_of, evaluated) for at in range(len(words) - 3)}
-    for language in FORMS.values():
+    for language in fact_forms().values():
         for form in language["forms"]:
             words = words_of(" ".join(form))
             assert not runs & {tuple(words[at : at + 4]) for at in range(len(words) - 3)}, form
