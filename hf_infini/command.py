@@ -153,7 +153,7 @@ def fit(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Fits which tokens are worth keeping, on text such as will be read: an adapter of a few kilobytes."""
+    """Fits which tokens are worth keeping, on text such as will be read: a small adapter."""
     net, tokenizer = _loaded(model, device, dtype)
     _fit(net, tokenizer, read_documents(documents), out, rows, WINDOW | {"segment_length": segment_length}, kept_tokens)
     _say(f"{out}: use it with --adapter, or hf_infini.load_adapter")
