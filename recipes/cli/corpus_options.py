@@ -12,7 +12,7 @@ class CorpusOptions:
                         "group": "corpus"})
     encoding: str = option("utf-8", "Encoding of text, JSON, CSV and XML, as Python names it: utf-16, latin-1, cp1252.")
     text_unit: str = option("file", "Text files: what one document is.", choices=["file", "line", "paragraph"])
-    text_field: str = option("text", "JSON, CSV and datasets: the field that holds the text.")
+    text_field: str = option("text", "JSON, CSV and datasets: the field that holds the text; a nested one: outer.inner.")
     dataset_config: str | None = option(None, "Datasets on the Hub: the configuration's name.")
     dataset_split: str = option("train", "Datasets on the Hub: the split to read.")
     revision: str | None = option(None, "Sources on the Hub: branch, tag or commit.")

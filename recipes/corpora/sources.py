@@ -186,7 +186,7 @@ def _row_documents(
     empty."""
     name = options.text_field
     for number, row in rows:
-        text = row.get(name, 0) if isinstance(row, dict) else 0
+        text = _field(row, name)
         if not isinstance(text, str | None):
             names = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
             raise UserError(f"{place} {number} has no text in the field {name!r} (--text_field); it has: {names[:200]}")
@@ -197,6 +197,14 @@ def _row_documents(
         except UnicodeEncodeError as error:
             raise UserError(f"{place} {number} holds half of a surrogate pair (such as \\ud800): repair it") from error
         yield document
+
+
+def _field(row, name: str):
+    """The value of a field; where there is none of the whole name, that of "outer.inner"; 0 where there is neither."""
+    for part in [name] if isinstance(row, dict) and name in row else name.split("."):
+        if row is not None:  # the inner field of a null is null
+            row = row.get(part, 0) if isinstance(row, dict) else 0
+    return row
 
 
 def _log_entry(path: Path, root: Path) -> dict:

@@ -14,6 +14,7 @@ NEEDED = {
     "compare_caches": ["--model", "x", "--out", "x", "--text", "x"],
     "convert": ["--model", "x", "--data", "x", "--out", "x"],
     "evaluate_model": ["--model", "x"],
+    "finetune_lora": ["--model", "x", "--adapter", "x", "--data", "x", "--out", "x"],
     "generate": ["--model", "x"],
     "inspect_heads": ["--model", "x"],
     "mqar": ["--out", "x"],

@@ -235,6 +235,21 @@ def test_rows_without_a_text(tmp_path):
     assert texts_of(write(tmp_path / "a.jsonl", '{"body": "um"}'), text_field="body") == ["um"]
 
 
+def test_nested_fields(tmp_path):
+    """By dotted names, unless a field has the whole name; what is in a null is null."""
+    rows = [{"doc": {"body": {"text": text}}} for text in TEXTS]
+    for name, content in (
+        ("a.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, {"doc": None}, {"doc": {"body": None}}])),
+        ("a.parquet", binary(lambda sink: parquet.write_table(pa.Table.from_pylist(rows), sink))),
+        ("a.csv", "doc.body.text\n" + "".join(f'"{text}"\n' for text in TEXTS)),
+        ("b.jsonl", "".join(json.dumps({"doc.body.text": row["doc"]["body"]["text"]} | row) + "\n" for row in rows)),
+    ):
+        assert texts_of(write(tmp_path / name, content), text_field="doc.body.text") == TEXTS
+    for field in ("doc.text", "doc.body.text.text", "doc", "doc."):
+        with pytest.raises(UserError, match=f"a.jsonl: row 1 has no text in the field '{field}' .*; it has: doc$"):
+            documents_of(tmp_path / "a.jsonl", text_field=field)
+
+
 def test_evaluations_read_the_same_files(tmp_path):
     recipe = load_recipe("evaluate_model")
     for name in ("array.json", "lines.jsonl.zst", "table.parquet", "carolina.xml"):

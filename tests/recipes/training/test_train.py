@@ -189,6 +189,9 @@ def test_parameter_groups():
     assert {"transformer.ln_f.weight", "transformer.h.0.mlp.c_fc.bias"} <= members["vectors"]
     assert {"transformer.wte.weight", "transformer.h.1.attn.c_attn.weight"} <= members["matrices"]
     assert sum(map(len, members.values())) == len(names)  # each in one group
+    groups = {group["name"]: group["params"] for group in training.parameter_groups(model.bfloat16(), 1e-3, 0.01, 0.1)}
+    dtypes = {kind: {parameter.dtype for parameter in group} for kind, group in groups.items()}
+    assert dtypes == {"gates": {torch.float32}, "vectors": {torch.bfloat16}, "matrices": {torch.bfloat16}}
     config = CausalMHAConfig(n_layer=1, n_embd=8, n_head=2, score="additive", position_encoding="relative_key")
     groups = {group["name"]: group for group in training.parameter_groups(CausalMHAForCausalLM(config), 1e-3, 0.01, 0.1)}
     assert "gates" not in groups and sum(parameter.dim() > 1 for parameter in groups["vectors"]["params"]) >= 3
