@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 
 from cli import UserError
-from conversion.trainers import gates_closed
 from hf_infini import cache_bytes, patch_model, unpatch_model
 from hf_infini.layers.memory_layer import memory_layers
 from hf_infini.models.adapter import restore_adapter
@@ -18,7 +17,7 @@ from recall import tasks
 from support.markdown import markdown_table
 
 from .bootstrap import difference_interval, mean_interval
-from .inference import check_length
+from .inference import check_length, gates_closed
 from .perplexity import text_rows
 from .texts import generated_texts
 
