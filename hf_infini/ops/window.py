@@ -89,10 +89,12 @@ def window_attention(
         The output `[B, N, H, C, D]`; log Σ e^s `[B, N, H, C]` or `None`; where `softmax.written_out`, the weights
         `[B, N, H, C, W]`.
     """
-    if (repeats := query.shape[2] // key.shape[2]) > 1:
-        key, value = (tensor.repeat_interleave(repeats, 2) for tensor in (key, value))
-    plain = not (softmax.written_out or softmax.dropout or softmax.softcap)
-    if plain and _tiles_are_faster(query, key, value, with_log_sum):
+    heads_per_key, plain = query.shape[2] // key.shape[2], not (softmax.written_out or softmax.dropout or softmax.softcap)
+    in_tiles = plain and _tiles_are_faster(query, key, value, with_log_sum)
+    # Torch's kernel for CPUs reads keys and values where they are, for all heads that share them; others would not be fused
+    if heads_per_key > 1 and (in_tiles or not plain or with_log_sum or query.device.type != "cpu"):
+        key, value = (tensor.repeat_interleave(heads_per_key, 2) for tensor in (key, value))
+    if in_tiles:
         if torch.is_autocast_enabled(query.device.type):
             query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
         return *_Tiled.apply(query, key, value, mask, softmax, with_log_sum), None
@@ -130,7 +132,8 @@ def masked_scores(query: Tensor, key: Tensor, mask: Tensor | None, softmax: Scor
 
 
 def _all_queries(query, key, value, mask, softmax: ScoreOptions, with_log_sum: bool):
-    """[`window_attention`] without tiles, keys and values with the query's heads: written out, or by torch's own kernel."""
+    """[`window_attention`] without tiles: written out, with keys and values for all of the query's heads, or by torch's own
+    kernel."""
     slots, width = query.shape[-2], key.shape[-2]
     written_out = softmax.written_out or softmax.softcap or with_log_sum
     if mask is None and (written_out or width != slots):
@@ -142,6 +145,7 @@ def _all_queries(query, key, value, mask, softmax: ScoreOptions, with_log_sum: b
         mask = mask.expand(query.shape[0], -1, -1, -1, -1).flatten(0, 1)
     flat = (tensor.flatten(0, 1) for tensor in (query, key, value))
     options = {"dropout_p": softmax.dropout, "is_causal": mask is None, "scale": softmax.scaling}
+    options["enable_gqa"] = key.shape[2] < query.shape[2]
     output = F.scaled_dot_product_attention(*flat, attn_mask=mask, **options)
     return output.view(*query.shape[:-1], value.shape[-1]), None, None
 
@@ -153,13 +157,12 @@ def causal(slots: int, key: Tensor) -> Tensor:
 
 
 def _tiles_are_faster(query: Tensor, key: Tensor, value: Tensor, with_log_sum: bool) -> bool:
-    """Whether tiles have a faster gradient than torch. On a CPU they do against the fused kernel in half precision (three to
-    nine times), and in segments with so many queries that skipping masked scores saves more than the loop costs. A softmax
-    that is written out would also keep every score."""
+    """Whether tiles have a faster gradient than torch. On a CPU they do against the fused kernel in half precision (two to
+    four times), and against a softmax that is written out, which would also keep every score."""
     if query.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    return wanted and (with_log_sum or query.dtype in (torch.bfloat16, torch.float16) or query.shape[-2] >= TILE)
+    return wanted and (with_log_sum or query.dtype in (torch.bfloat16, torch.float16))
 
 
 class _Tiled(Function):
