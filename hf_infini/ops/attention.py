@@ -25,11 +25,11 @@ from .checks import check_arguments, check_kinds
 from .kept import KeptInGrid, choosable_segments, first_scores, with_kept, with_sinks_before
 from .layout.base import GridLayout
 from .layout.build import segment_layout
-from .memory import EPS, KEEP_SCORES, MemoryRule
+from .memory import EPS
 from .rules import memory_rule
 from .state import Attended, AttentionCall, InfiniState, Projections
 from .step import StepLayout, attend_step
-from .window import Rotary, ScoreOptions, window_attention
+from .window import ScoreOptions, window_attention
 
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
 
@@ -57,7 +57,7 @@ def infini_attention(
     feature_maps: tuple[Tensor, Tensor] | None = None,
     log_weight: Tensor | None = None,
     learned_score: Tensor | None = None,
-    rotary: Rotary | None = None,
+    rotary: tuple[Tensor, ...] | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     query_weight: Tensor | None = None,
@@ -101,8 +101,8 @@ def infini_attention(
         log_weight: `[batch, kv_heads, tokens, 1]`, added to the memory's keys right before the feature map; with exponential
             features the logarithm of a token's weight. For the gated delta rule `[…, 2]`, log β and log α, neither positive.
         learned_score: `[batch, kv_heads, tokens]`, which has no gradient.
-        rotary: for rotary models, which give query and key un-rotated: turns both by their places in the window, which has
-            `sink_tokens + kept_tokens + (local_segments + 1) * segment_length` of them. The memory has no positions.
+        rotary: for rotary models, which give query and key un-rotated: the [`rotation`] of the places in the window, which
+            has `sink_tokens + kept_tokens + (local_segments + 1) * segment_length` of them. The memory has no positions.
         scaling: of the local dot products; by default `head_dim ** -0.5`.
         softcap: local scores s become `softcap * tanh(s / softcap)`; by default they stay.
         query_weight: `[heads, head_dim, head_dim]`, what the window's queries are multiplied by, after they are turned.
@@ -128,7 +128,8 @@ def infini_attention(
     masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
     layout = segment_layout(query.shape[0], query.shape[2], *window, **masks, state=state, device=query.device)
     softmax = ScoreOptions(scaling, dropout, softcap=softcap, rotary=rotary, query_weight=query_weight)
-    state = initial_state(tokens, window, rule) if state is None else state
+    if state is None:
+        state = InfiniState.initial(key, value, *window, rule=rule, weighted=log_weight is not None)
     output, new_state, _ = attend(AttentionCall(tokens, gate, layout, rule, softmax, state, return_state))
     return (output, new_state) if return_state and new_state is not None else output
 
@@ -156,18 +157,15 @@ def attend_grid(call: AttentionCall) -> Attended:
         keeping = KeptInGrid(tokens, layout, rule, state, scored)
     size = _group_size(layout, tokens.key)
     queries_of = layout.to_grid(tokens.query, None).transpose(2, 3).split(size, 1)
-    pairs = (tokens.key, state.local_key), (tokens.value, state.local_value)
-    windows_of = [layout.windows(*pair).split(size, 1) for pair in pairs]
-    log_weights_of: Any = [None] * len(queries_of)
-    if tokens.log_weight is not None:
-        grid = layout.to_grid(tokens.log_weight, state.local_log_weight)
-        log_weights_of = layout.delay(grid).transpose(2, 3).split(size, 1)
+    pairs: Any = zip(tokens[1:4], state.windows(), strict=False)  # of keys, values and log weights
+    absent = [None] * len(queries_of)
+    windows_of = [absent if new is None else layout.windows(new, old).split(size, 1) for new, old in pairs]
     memory, normaliser, start, dtype = state.memory, state.normaliser, state.start(), state.memory.dtype
     outputs, all_weights, begin = [], [], 0
-    for queries, *windows, log_weight in zip(queries_of, *windows_of, log_weights_of, strict=True):
+    for queries, *windows in zip(queries_of, *windows_of, strict=True):
         queries, end = queries.contiguous(), begin + queries.shape[1]
         # What leaves the windows while they are seen is what the memory takes in
-        leaving: Any = [window[..., sinks : sinks + layout.slots, :] for window in windows]
+        leaving: Any = [None if window is None else window[..., sinks : sinks + layout.slots, :] for window in windows]
         written: Any = layout.written[:, begin:end, None, :, None]
         keys, values = softmax.compared_keys(windows[0], layout.key_places()), windows[1]
         compared = softmax.compared_queries(queries, layout.query_places)
@@ -176,16 +174,16 @@ def attend_grid(call: AttentionCall) -> Attended:
             kept = left.clamp(max=layout.kept_tokens)
             keys = with_sinks_before(keys, windows[0], layout, kept, softmax)
             keeping.see(compared, keys, mask, begin, end, softmax)
-            seen, evicted = keeping.choose([*leaving, log_weight], begin, end)
+            seen, evicted = keeping.choose(leaving, begin, end)
             keys, values, mask = with_kept(keys, values, mask, seen, layout, softmax)
-            leaving, log_weight, written = evicted[:2], evicted.log_weight, evicted.position >= 0
-        local, log_sum, weights = window_attention(compared, keys, values, mask, softmax, rule.shared)
+            leaving, written = evicted[:3], evicted.position >= 0
+        local, log_sum, weights = window_attention(compared, keys, values, mask, softmax, rule.denominator == "shared")
         all_weights.append(weights)
         filled = (left > layout.kept_tokens)[:, :, None, None, None] if state.start_memory is None else None
         with torch.autocast(tokens.key.device.type, enabled=False):
-            parts = rule.written(leaving[0].to(dtype), leaving[1].to(dtype), log_weight, written)
+            parts = rule.written(leaving[0].to(dtype), leaving[1].to(dtype), leaving[2], written)
             before, (memory, normaliser) = rule.states(parts, memory, normaliser, start, layout.continues(begin, end))
-            outputs.append(rule.mix(local, log_sum, queries, *before, gate, filled).transpose(2, 3))
+            outputs.append(rule.mix(local, log_sum, queries, before, gate, filled).transpose(2, 3))
         begin = end
     output = layout.from_grid(outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
     weights = _weights_per_token(torch.cat(all_weights, 1), layout) if softmax.written_out else None
@@ -217,15 +215,6 @@ def _weights_per_token(weights: Tensor, layout: GridLayout) -> Tensor:
     whole = weights.new_zeros(*weights.shape[:-1], layout.places)
     whole = whole.index_copy(-1, layout.key_places(layout.most_kept), weights)
     return layout.from_grid(whole.transpose(2, 3))
-
-
-def initial_state(
-    tokens: Projections, window: tuple[int, int, int, int], rule: MemoryRule, **start: Any
-) -> InfiniState:
-    """[`InfiniState.initial`] for such tokens; `start`: as there, or nothing."""
-    options: dict[str, Any] = {"log_weights": 0 if tokens.log_weight is None else rule.rates}
-    options |= {"normalised": rule.normalised, "scores": len(KEEP_SCORES[rule.keep_score])}
-    return InfiniState.initial(tokens.key, tokens.value, *window, **options, **start)
 
 
 def choose(call: AttentionCall) -> tuple[Callable[[AttentionCall], Attended], str]:
@@ -295,8 +284,8 @@ def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
         if holds:
             return False, reason
     if softmax.rotary is not None:
-        width = softmax.rotary.tables[0].shape[-1]
-        if width != query.shape[3] or _module("rotary").halves_of(softmax.rotary) is None:
+        width = softmax.rotary[0].shape[-1]
+        if width != query.shape[3] or _module("rotary").halves_of(softmax) is None:
             return False, "no kernel for this way of turning by rotary positions"
     return True, "Triton kernels"
 

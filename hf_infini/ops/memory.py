@@ -33,21 +33,10 @@ Written = tuple[Tensor, Tensor, Tensor | None]  # what [`MemoryRule.written`] re
 State = tuple[Tensor, Tensor]  # memory and normaliser
 
 
-def elu_features(x: Tensor) -> Tensor:
-    """σ(x) = ELU(x) + 1, positive (section 2.1.2 of the paper)."""
-    return F.elu(x).add_(1)
-
-
-def exp_features(x: Tensor) -> Tensor:
-    """σ(x) = exp(x), positive, so that σ(q)·σ(k) = Σ_d exp(q_d + k_d).
-
-    What a query looks for can outweigh tens of thousands of other tokens by a few units of x, where ELU(x) + 1 grows
-    linearly. x beyond 30 counts as 30: sums of a million products then still fit into float32.
-    """
-    return x.clamp(max=EXP_LIMIT).exp_()
-
-
-FEATURE_MAPS = {"elu": elu_features, "exp": exp_features}
+# Positive features: those of section 2.1.2 of the paper, or exponential ones, with which σ(q)·σ(k) = Σ_d exp(q_d + k_d).
+# There, what a query looks for can outweigh tens of thousands of other tokens by a few units of x, where ELU(x) + 1 grows
+# linearly; sums of a million products still fit into float32
+FEATURE_MAPS = {"elu": lambda x: F.elu(x).add_(1), "exp": lambda x: x.clamp(max=EXP_LIMIT).exp_()}
 
 
 def running_sum(
@@ -117,18 +106,9 @@ class MemoryRule:
             if options.get(name) == value:
                 raise ValueError(f"update_rule={cls.update_rule!r} does not go with {name}={value!r}: {reason}.")
 
-    @property
-    def shared(self) -> bool:
-        """Whether window and memory have one denominator."""
-        return self.denominator == "shared"
-
     def features(self, x: Tensor) -> Tensor:
         """σ(x), of any shape: positive, so that every denominator of equation 3 is."""
         return FEATURE_MAPS[self.feature_map](x)
-
-    def query_features(self, query: Tensor) -> Tensor:
-        """σ(q W), `[…, heads, tokens, D]`."""
-        return self.features(mapped(query, self.query_map))
 
     def written(self, key: Tensor, value: Tensor, log_weight: Tensor | None, mask: Tensor | None = None) -> Written:
         """What these tokens write: their features σ(k W + log w), their values, and, `[B, N, K, C, rates]` or `None`, the
@@ -180,14 +160,7 @@ class MemoryRule:
         return read * inverse if read.requires_grad else read.mul_(inverse), mass
 
     def mix(
-        self,
-        local: Tensor,
-        log_sum: Tensor | None,
-        query: Tensor,
-        memory: Tensor,
-        normaliser: Tensor,
-        gate: Tensor,
-        filled: Tensor | None,
+        self, local: Tensor, log_sum: Tensor | None, query: Tensor, state: State, gate: Tensor, filled: Tensor | None
     ) -> Tensor:
         """(1 − s) · local + s · read, equation 5, computed in the dtype of the memory and returned in that of `local`; the
         memory's share s is sigmoid(β) with separate denominators.
@@ -199,13 +172,14 @@ class MemoryRule:
         Args:
             local: what the window gives, `[B, N, H, C, E]`; log_sum: log Σ e^s over its tokens, `[B, N, H, C]`, where the
                 denominator is shared.
-            query: `[B, N, H, C, D]`; memory: `[B, N, K, D, E]`; normaliser: `[B, N, K, D]`; gate: β, `[H]`.
+            query: `[B, N, H, C, D]`; state: M `[B, N, K, D, E]` and z `[B, N, K, D]`; gate: β, `[H]`.
             filled: where the memory holds anything, of a shape that broadcasts; elsewhere s is 0. `None`: everywhere.
         """
-        features = self.query_features(query.to(memory.dtype)).unflatten(2, (memory.shape[2], -1)).flatten(3, 4)
-        found = self.read(features, memory, normaliser)
+        dtype, kv_heads = state[0].dtype, state[0].shape[2]
+        features = self.features(mapped(query.to(dtype), self.query_map)).unflatten(2, (kv_heads, -1)).flatten(3, 4)
+        found = self.read(features, *state)
         read, mass = (part.unflatten(3, (-1, query.shape[3])).flatten(2, 3) for part in found)
-        share = gate.to(memory.dtype)[:, None, None]
+        share = gate.to(dtype)[:, None, None]
         if log_sum is not None:
             share = share + (mass + self.eps).log() - math.log(query.shape[4]) - log_sum.unsqueeze(-1)
         share = torch.sigmoid(share)

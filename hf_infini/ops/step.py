@@ -25,26 +25,26 @@ class StepLayout(Layout):
     """Where the one new token of each row goes, each at its own place in its window.
 
     Only tensors tell one step from another, so that one graph of torch.compile does for all. Outside of a graph, `seen` and
-    what is `None` say what need not be computed.
+    `completing` say what need not be computed.
 
     Attributes:
-        rows: `[batch]`, their numbers; slot: `[batch]`, the place of the row's token in its window.
-        new_sinks: `[batch, 1, S, 1]` bool, the place that the token also takes among the sinks; `None`: none is a sink.
+        slot: `[batch]`, the place of the row's token in its window.
+        new_sinks: `[batch, 1, S, 1]` bool, the place that the token also takes among the sinks.
         seen: the part of the window that any row sees; visible: `[batch, 1, 1, 1, places of it]` bool, what each row sees
-            of it; unkept: the same without kept tokens; `None`: the same.
-        turned: as what places its keys are turned, `[batch, places of it]`: sinks come right before what is kept; or `seen`.
+            of it; unkept: the same without kept tokens.
+        turned: as what places its keys are turned: `seen`, or `[batch, places of it]`, for sinks come right before what is
+            kept.
         filled: `[batch, 1, 1, 1, 1]` bool, whether the memory holds any token of the row's document.
         completing: `[batch]` bool, whether the row's segment is complete with this token; `None`: no row's.
         oldest_numbers: `[batch, L]`, the numbers, in their document, of the tokens of the window's oldest segment; taken_in:
             `[batch, L]` bool, which of them leave it now: the memory takes them in, but for kept tokens.
     """
 
-    rows: Tensor
     slot: Tensor
-    new_sinks: Tensor | None
+    new_sinks: Tensor
     seen: slice
     visible: Tensor
-    unkept: Tensor | None
+    unkept: Tensor
     turned: slice | Tensor
     filled: Tensor
     completing: Tensor | None
@@ -62,8 +62,8 @@ class StepLayout(Layout):
         new = new.to(window.dtype)
         if self.real is not None:  # padding writes the zero that is there
             new = new.masked_fill(~self.real[:, :, None, None], 0)
-        window[self.rows, :, self.slot] = new[:, :, 0]
-        if self.new_sinks is not None:
+        window.scatter_(2, self.slot[:, None, None, None].expand_as(new), new)
+        if self.sink_tokens:
             sinks = window[:, :, : self.sink_tokens]
             sinks.copy_(torch.where(self.new_sinks, new, sinks))
         return window
@@ -86,12 +86,7 @@ class StepLayout(Layout):
 
 
 def step_layout(
-    batch: int,
-    sizes: dict[str, Any],
-    real: Tensor | None,
-    position_ids: Tensor | None,
-    memory_mask: Tensor | None,
-    state: InfiniState,
+    sizes: dict[str, Any], real: Tensor | None, position_ids: Tensor | None, memory_mask: Tensor | None, state: InfiniState
 ) -> StepLayout:
     """The layout of one more token for every row's document, with masks as bool; `sizes`: of the window, by their names in
     [`Layout`]."""
@@ -103,36 +98,30 @@ def step_layout(
     completing = (after > seen) & (after % length == 0)
     numbers = (seen // length - local)[:, None] * length + torch.arange(length, device=seen.device)
     taken_in = completing[:, None] & (numbers >= sinks)
-    stop, has_gap, has_new_sinks, any_complete = ahead + (local + 1) * length, kept_tokens > 0, sinks > 0, True
+    stop, any_complete = ahead + (local + 1) * length, True
     if not torch.compiler.is_compiling():  # in a graph nothing can be read back
-        found = torch.stack([slot.amax() + 1, empty.amax(), seen.amin(), completing.sum()]).tolist()
-        stop, gap, fewest, any_complete = found
-        has_gap, has_new_sinks = gap > 0, fewest < sinks
+        stop, any_complete = torch.stack([slot.amax() + 1, completing.sum()]).tolist()
     # Sinks and kept tokens are seen when the document's first segment has left the window
     places, begin = torch.arange(stop, device=seen.device), torch.where(seen // length > local, 0, ahead + waiting * length)
     visible = (places >= begin[:, None]) & (places <= slot[:, None])
     turned: slice | Tensor = slice(0, stop)
-    if has_gap:
+    if kept_tokens:
         visible = visible & ((places < sinks) | (places >= sinks + empty[:, None]))
         turned = torch.where(places < sinks, places + empty[:, None], places)
-    unkept = new_sinks = None
-    if kept_tokens:
-        unkept = (visible & ((places < sinks) | (places >= ahead)))[:, None, None, None]
-    if has_new_sinks:
-        places = torch.arange(sinks, device=seen.device)
-        new_sinks = ((places >= seen[:, None]) & (places < after[:, None]))[:, None, :, None]
+    unkept = visible & ((places < sinks) | (places >= ahead))
+    first = torch.arange(sinks, device=seen.device)
+    new_sinks = (first >= seen[:, None]) & (first < after[:, None])
     layout = StepLayout(
         **sizes,
         positions=seen.unsqueeze(1),
         tokens_seen=after,
         last_position=last_position(1, real, position_ids, state.last_position),
         real=real,
-        rows=torch.arange(batch, device=seen.device),
         slot=slot,
-        new_sinks=new_sinks,
+        new_sinks=new_sinks[:, None, :, None],
         seen=slice(0, stop),
         visible=visible[:, None, None, None],
-        unkept=unkept,
+        unkept=unkept[:, None, None, None],
         turned=turned,
         filled=(left > kept_tokens)[:, None, None, None, None],
         completing=completing if any_complete else None,
@@ -140,7 +129,7 @@ def step_layout(
         taken_in=taken_in,
     )
     if memory_mask is not None or skipped is not None:
-        skipped = torch.zeros(batch, layout.places, dtype=torch.bool, device=seen.device) if skipped is None else skipped
+        skipped = seen.new_zeros(len(seen), layout.places, dtype=torch.bool) if skipped is None else skipped
         new = torch.zeros_like(skipped[:, :1]) if memory_mask is None else ~memory_mask
         skipped = layout.put(skipped[:, None, :, None], new[:, None, :, None])
         layout = replace(layout, taken_in=taken_in & ~layout.oldest(skipped)[:, 0, :, 0])
@@ -158,19 +147,18 @@ def attend_step(call: AttentionCall) -> Attended:
     keys = softmax.compared_keys(keys[:, :, layout.seen], layout.turned).unsqueeze(1)
     if state.local_score is not None:
         scores = state.local_score.detach()  # which `put` has allowed to write into
-        if layout.new_sinks is not None:
-            scores[:, :, : layout.sink_tokens] = 0  # they need none
+        scores[:, :, : layout.sink_tokens] = 0  # they need none
         if "attention" in KEEP_SCORES[rule.keep_score]:
             asking = torch.ones_like(layout.slot, dtype=torch.bool)[:, None] if layout.real is None else layout.real
             received = received_attention(query, keys, layout.unkept, asking[:, None, None], softmax)[:, 0]
             scores[:, :, layout.ahead : layout.seen.stop, 0] += received[..., layout.ahead :]
         state = replace(state, local_score=scores)
     values, places = values[:, :, layout.seen].unsqueeze(1), (0, layout.places - layout.seen.stop)
-    local, log_sum, weights = window_attention(query, keys, values, layout.visible, softmax, rule.shared)
+    local, log_sum, weights = window_attention(query, keys, values, layout.visible, softmax, rule.denominator == "shared")
     with torch.autocast(keys.device.type, enabled=False):
-        memory, normaliser = state.memory.unsqueeze(1), state.normaliser.unsqueeze(1)
+        held = state.memory.unsqueeze(1), state.normaliser.unsqueeze(1)
         filled = layout.filled if state.start_memory is None else None
-        output = rule.mix(local, log_sum, tokens.query.unsqueeze(1), memory, normaliser, gate, filled)
+        output = rule.mix(local, log_sum, tokens.query.unsqueeze(1), held, gate, filled)
         state = _with_segments_complete(rule, state, layout)
     found = (output, None if weights is None else F.pad(weights, places))
     if layout.real is not None:

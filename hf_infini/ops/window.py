@@ -20,28 +20,6 @@ from .positions import rotate
 TILE = 128  # queries of a segment at a time; skips half of the scores that causality masks
 
 
-class Rotary:
-    """Rotary positions in a window: the token in its place p is turned as one in position p of a text. Only distances count,
-    so that neither the length of a text nor the precision of large numbers matters.
-
-    Args:
-        tables: `[places, …]` each, what is known of every place, such as the [`rotation`] of their numbers.
-        turn: function of states `[…, tokens, head_dim]` and the rows of the tables for these tokens, which broadcast to
-            them; returns a tensor like the states.
-    """
-
-    def __init__(self, tables: tuple[Tensor, ...], turn: Callable[..., Tensor] = rotate):
-        self.tables, self.turn = tables, turn
-
-    def __call__(self, states: Tensor, places: slice | Tensor) -> Tensor:
-        """Turns states `[…, tokens, head_dim]`, tokens in these places, or `[batch, heads, tokens, head_dim]` with places
-        `[batch, tokens]`."""
-        rows = [table[places] for table in self.tables]
-        if isinstance(places, Tensor) and places.dim() == 2:
-            rows = [row.unsqueeze(1) for row in rows]
-        return self.turn(states, *rows)
-
-
 @dataclass(frozen=True)
 class ScoreOptions:
     """How the softmax of a window is computed.
@@ -51,7 +29,11 @@ class ScoreOptions:
         dropout: probability with which a weight is dropped.
         written_out: by plain operations instead of a fused kernel.
         softcap: scores s become `softcap · tanh(s / softcap)` (Gemma 2), and are then written out; `None`: they stay.
-        rotary: how queries and keys are turned by their places in the window; `None`: they are not.
+        rotary: tables `[places, …]`, what is known of every place of the window, such as the [`rotation`] of their numbers:
+            the token in place p is turned as one in position p of a text. Only distances count, so that neither the length
+            of a text nor the precision of large numbers matters. `None`: nothing is turned.
+        turn: function of states `[…, tokens, head_dim]` and the rows of the tables for these tokens, which broadcast to
+            them; returns a tensor like the states.
         query_weight: `[heads, head_dim, head_dim]`, what turned queries are multiplied by; `None`: nothing.
     """
 
@@ -59,17 +41,24 @@ class ScoreOptions:
     dropout: float = 0.0
     written_out: bool = False
     softcap: float | None = None
-    rotary: Rotary | None = None
+    rotary: tuple[Tensor, ...] | None = None
+    turn: Callable[..., Tensor] = rotate
     query_weight: Tensor | None = None
 
-    def compared_queries(self, query: Tensor, places: slice | Tensor) -> Tensor:
-        """Queries `[…, heads, tokens, head_dim]` of these places of the window, as they are compared with keys."""
-        query = query if self.rotary is None else self.rotary(query, places)
-        return query if self.query_weight is None else query @ self.query_weight.to(query.dtype)
-
     def compared_keys(self, key: Tensor, places: slice | Tensor) -> Tensor:
-        """Keys likewise."""
-        return key if self.rotary is None else self.rotary(key, places)
+        """Keys `[…, tokens, head_dim]` of these places of the window, as they are compared with queries; or `[batch, heads,
+        tokens, head_dim]` with places `[batch, tokens]`."""
+        if self.rotary is None:
+            return key
+        rows = (table[places] for table in self.rotary)
+        if isinstance(places, Tensor) and places.dim() == 2:
+            rows = (row.unsqueeze(1) for row in rows)
+        return self.turn(key, *rows)
+
+    def compared_queries(self, query: Tensor, places: slice | Tensor) -> Tensor:
+        """Queries `[…, heads, tokens, head_dim]` likewise."""
+        query = self.compared_keys(query, places)
+        return query if self.query_weight is None else query @ self.query_weight.to(query.dtype)
 
     def scaling_of(self, query: Tensor) -> float:
         return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling

@@ -222,7 +222,7 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     torch.testing.assert_close(layer.memory_heads[has_memory], read[has_memory], **FLOAT64)
     mixed = gate * layer.memory_heads + (1 - gate) * layer.local_heads
     torch.testing.assert_close(layer.heads, mixed, **FLOAT64)
-    if not call.rule.shared:
+    if call.rule.denominator == "separate":
         assert_close(gate.squeeze(-1), has_memory * layer.gate[:, None], 1e-9)
     sizes = (gate * layer.memory_heads).norm(dim=-1), ((1 - gate) * layer.local_heads).norm(dim=-1)
     assert_close(layer.memory_share, sizes[0] / (sizes[0] + sizes[1]), 1e-9)

@@ -38,7 +38,7 @@ def attended(model, inputs):
     attention.change_projections = lambda tokens: found.append(tokens) or tokens
     infini = SharedInputs(segment_layout(*inputs.shape[:2], *model.config.window), None, tables)
     output, _ = attention(inputs, infini=infini)
-    return attention, *found[0][:4], output, attention.window_rotary(tables.get(None))
+    return attention, *found[0][:4], output, tables.get(None)
 
 
 # --- the convolution --------------------------------------------------------------------------------------------------
