@@ -110,8 +110,6 @@ class MemoryLayerMixin(nn.Module):
     keep_weight: Tensor  # times the input: a token's score, `[kv_heads, width]`; set it, for a choice has no gradient
     query_map: Tensor  # what queries are multiplied by before the exponential, `[heads, head_dim, head_dim]`
     key_map: Tensor  # and keys
-    # Given each call's projections, returns those to attend with; `None`: as they are. For training schemes and measurements
-    change_projections: Callable[[Projections], Projections] | None = None
 
     @property
     def rule(self) -> MemoryRule:
@@ -193,8 +191,6 @@ class MemoryLayerMixin(nn.Module):
         def attend_with_memory(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions):
             tokens = Projections(query, key, value, self.log_weight(hidden_states), self.learned_score(hidden_states))
             before = state
-            if self.change_projections is not None:
-                tokens = self.change_projections(tokens)
             if before is None:
                 given: dict[str, Any] = {"rule": rule, "weighted": tokens.log_weight is not None, **self.start()}
                 before = InfiniState.initial(tokens.key, tokens.value, *layout.window_sizes, **given)

@@ -26,6 +26,7 @@ from .kept import KeptInGrid, choosable_segments, first_scores, with_kept, with_
 from .layout.base import GridLayout
 from .layout.build import segment_layout
 from .memory import EPS
+from .positions import rotate
 from .rules import memory_rule
 from .state import Attended, AttentionCall, InfiniState, Projections
 from .step import StepLayout, attend_step
@@ -58,6 +59,7 @@ def infini_attention(
     log_weight: Tensor | None = None,
     learned_score: Tensor | None = None,
     rotary: tuple[Tensor, ...] | None = None,
+    turn: Callable = rotate,
     scaling: float | None = None,
     softcap: float | None = None,
     query_weight: Tensor | None = None,
@@ -103,6 +105,7 @@ def infini_attention(
         learned_score: `[batch, kv_heads, tokens]`, which has no gradient.
         rotary: for rotary models, which give query and key un-rotated: the [`rotation`] of the places in the window, which
             has `sink_tokens + kept_tokens + (local_segments + 1) * segment_length` of them. The memory has no positions.
+        turn: the function that turns states by the tables' rows for their places, with tables to match.
         scaling: of the local dot products; by default `head_dim ** -0.5`.
         softcap: local scores s become `softcap * tanh(s / softcap)`; by default they stay.
         query_weight: `[heads, head_dim, head_dim]`, what the window's queries are multiplied by, after they are turned.
@@ -127,7 +130,7 @@ def infini_attention(
     tokens = Projections(query, key, value, log_weight, learned_score)
     masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
     layout = segment_layout(query.shape[0], query.shape[2], *window, **masks, state=state, device=query.device)
-    softmax = ScoreOptions(scaling, dropout, softcap=softcap, rotary=rotary, query_weight=query_weight)
+    softmax = ScoreOptions(scaling, dropout, softcap=softcap, rotary=rotary, turn=turn, query_weight=query_weight)
     if state is None:
         state = InfiniState.initial(key, value, *window, rule=rule, weighted=log_weight is not None)
     output, new_state, _ = attend(AttentionCall(tokens, gate, layout, rule, softmax, state, return_state))

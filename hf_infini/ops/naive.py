@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from .attention import infini_attention
 from .checks import LIMITS, check_arguments, check_kinds, check_shapes
 from .memory import KEEP_SCORES
-from .positions import rotate
 from .rules import RULES, memory_rule
 from .state import InfiniState
 
@@ -181,7 +180,7 @@ class _Head:
             return states
         empty = self.places[self.sink_tokens : self.ahead].count(None)
         at = [place + empty if place < self.sink_tokens else place for place in seen]
-        return rotate(states, *(table[at] for table in self.of.rotary))
+        return self.of.turn(states, *(table[at] for table in self.of.rotary))
 
     def features(self, states, weight, log_weights=0):
         """The memory's queries or keys, `[heads, tokens, head_dim]`."""

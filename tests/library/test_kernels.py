@@ -6,7 +6,6 @@
 More random cases, about 20 seconds each: HF_INFINI_EXAMPLES=50.
 """
 
-import functools
 import os
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 
 from cases import assert_equals_reference, plain_case, random_case, random_cuts, random_state, rotary_of
 from hf_infini import infini_attention
-from hf_infini.ops import attention
 from hf_infini.ops.attention import forced_backend
 
 pytestmark = pytest.mark.skipif(
@@ -112,12 +110,12 @@ def test_what_a_kernel_cannot_do_is_refused_with_the_reason(options, reason):
         case.call(by_kernels, state=state)
 
 
-def test_positions_that_turn_neighbours_are_refused(monkeypatch):
+def test_positions_that_turn_neighbours_are_refused():
     def turn(x, cos, sin):
         return x * cos + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * sin
 
     case = plain_case(**SMALL, dtype=torch.float32)
     case.options["rotary"] = rotary_of(12, case.options, 16, torch.float32)
-    monkeypatch.setattr(attention, "ScoreOptions", functools.partial(attention.ScoreOptions, turn=turn))
+    case.options["turn"] = turn
     with pytest.raises(ValueError, match="this way of turning by rotary positions"):
         case.call(by_kernels)
