@@ -14,8 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
 from ..ops.checks import check_kinds
-from ..ops.memory import KEEP_SCORES
-from ..ops.rules import RULES
+from ..ops.rules import memory_rule
 from ..ops.state import InfiniState
 from ..options import key_heads
 from .files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
@@ -307,12 +306,11 @@ def cache_bytes(config: PreTrainedConfig) -> int:
     """
     if not getattr(config, "infini_layers", ()):
         raise ValueError(f"the cache of a {type(config).__name__} without a compressive memory grows with every token.")
-    rule, (heads, width) = RULES[config.update_rule], key_heads(config)
+    rule, (heads, width) = memory_rule(config.update_rule, keep_score=config.keep_score), key_heads(config)
     dtype: Any = config.dtype or torch.get_default_dtype()
     key = torch.empty(1, heads, 0, width, dtype=dtype, device="meta")
     learned = bool(rule.parameters(1, 1)) or config.memory_write == "learned"
-    sizes = {"log_weights": rule.rates if learned else 0, "scores": len(KEEP_SCORES[config.keep_score])}
-    state = InfiniState.initial(key, key, *config.window, normalised=rule.normalised, **sizes)
+    state = InfiniState.initial(key, key, *config.window, rule=rule, weighted=learned)
     recent = max(config.memory_conv - 1, 0) * config.hidden_size * dtype.itemsize
     return len(config.infini_layers) * (state.nbytes() + recent)
 

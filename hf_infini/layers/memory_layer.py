@@ -3,7 +3,7 @@
 [`MemoryLayerMixin`] has the parameters, and one call from the layer's input to the heads' output. [`InfiniAttentionMixin`]
 comes before a decoder's own attention class, whose forward runs with position embeddings that turn nothing. It is handed a
 function, which the registered one calls with the queries, keys and values (projected, normed, un-rotated): the memory takes
-them as they are, and the window turns them by its own places ([`Rotary`]) with the model's own function. So a position is
+them as they are, and the window turns them by its own places with the model's own function. So a position is
 never larger than a window, however long the text.
 """
 
@@ -23,13 +23,12 @@ from transformers.cache_utils import Cache
 
 from ..compat.execution_device import device_of
 from ..compat.swap_class import swap_class
-from ..ops.attention import attend, initial_state
+from ..ops.attention import attend
 from ..ops.convolution import short_convolution
 from ..ops.memory import KEEP_SCORES, MemoryRule
-from ..ops.positions import rotation
 from ..ops.rules import RULES
-from ..ops.state import AttentionCall, Projections
-from ..ops.window import Rotary, ScoreOptions, window_attention
+from ..ops.state import AttentionCall, InfiniState, Projections
+from ..ops.window import ScoreOptions, window_attention
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
 PARAMETERS = ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "key_map")
@@ -83,13 +82,6 @@ class Gate(nn.Module):
         return self.weight
 
 
-def rope_tables(
-    places: int, width: int, like: Tensor, theta: float = 10_000.0
-) -> tuple[Tensor, Tensor]:
-    """The [`rotation`] of so many places of a window, for heads of `width` numbers with the dtype and device of `like`."""
-    return rotation(torch.arange(places, device=like.device), width, like.dtype, theta)
-
-
 def memory_layers(model: nn.Module) -> dict[str, Any]:
     """The layers with a memory in a model, by name. They are found by what they can do: classes differ where a model came
     with its own code."""
@@ -118,8 +110,6 @@ class MemoryLayerMixin(nn.Module):
     keep_weight: Tensor  # times the input: a token's score, `[kv_heads, width]`; set it, for a choice has no gradient
     query_map: Tensor  # what queries are multiplied by before the exponential, `[heads, head_dim, head_dim]`
     key_map: Tensor  # and keys
-    # Given each call's projections, returns those to attend with; `None`: as they are. For training schemes and measurements
-    change_projections: Callable[[Projections], Projections] | None = None
 
     @property
     def rule(self) -> MemoryRule:
@@ -133,10 +123,6 @@ class MemoryLayerMixin(nn.Module):
     def _rule(self) -> type[MemoryRule]:
         return RULES[self.options.update_rule]
 
-    @property
-    def _has_learned_score(self) -> bool:
-        return self.options.kept_tokens > 0 and "learned" in KEEP_SCORES[self.options.keep_score]
-
     def first_values(self, width: int) -> dict[str, Tensor]:
         """The first value of each parameter beside the gate, by its name; `width`: of the layer's input."""
         config, (query_heads, heads, size) = self.options, self.head_counts
@@ -149,7 +135,7 @@ class MemoryLayerMixin(nn.Module):
             values["memory_conv"] = torch.zeros(config.memory_conv, width)
         if config.memory_write == "learned":
             values["memory_write"] = torch.zeros(heads, width)
-        if self._has_learned_score:
+        if config.kept_tokens and "learned" in KEEP_SCORES[config.keep_score]:
             values["keep_weight"] = torch.zeros(heads, width)
         values |= self._rule.parameters(heads, width)
         if config.feature_map == "learned":
@@ -172,7 +158,7 @@ class MemoryLayerMixin(nn.Module):
             init.uniform_(self.start_normaliser, 0.0, NOISE)
         for name, value in self.first_values(1).items():  # the same for all numbers of the input
             init.copy_(getattr(self, name), value.expand_as(getattr(self, name)))
-        if self._has_learned_score:
+        if hasattr(self, "keep_weight"):
             self.keep_weight.requires_grad_(False)  # which loading does not keep
 
     def start(self) -> dict[str, Tensor]:
@@ -205,26 +191,16 @@ class MemoryLayerMixin(nn.Module):
         def attend_with_memory(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions):
             tokens = Projections(query, key, value, self.log_weight(hidden_states), self.learned_score(hidden_states))
             before = state
-            if self.change_projections is not None:
-                tokens = self.change_projections(tokens)
             if before is None:
-                before = initial_state(tokens, layout.window_sizes, rule, **self.start())
+                given: dict[str, Any] = {"rule": rule, "weighted": tokens.log_weight is not None, **self.start()}
+                before = InfiniState.initial(tokens.key, tokens.value, *layout.window_sizes, **given)
             elif torch.is_grad_enabled():  # the weights may be others than when the state was made, and its graph gone
                 before = replace(before, **self.start())
             if exchange is not None:
                 before, tokens = exchange.received(before, tokens, layout, rule, options)
-            call = AttentionCall(
-                tokens,
-                self.gate(),
-                layout,
-                rule,
-                options,
-                before,
-                return_state=cached is not None,
-                in_place=not torch.is_grad_enabled(),
-                scored=exchange is not None,
-            )
-            output, after, weights = attend(call)
+            wanted = {"return_state": cached is not None, "scored": exchange is not None}
+            wanted["in_place"] = not torch.is_grad_enabled()
+            output, after, weights = attend(AttentionCall(tokens, self.gate(), layout, rule, options, before, **wanted))
             if cached is not None and after is not None:
                 cached.left.append(replace(after, recent_inputs=recent))
             return output, weights if infini.return_weights else None
@@ -234,7 +210,7 @@ class MemoryLayerMixin(nn.Module):
     def learned_score(self, hidden_states: Tensor) -> Tensor | None:
         """What decides which tokens are kept, `[batch, kv_heads, tokens]`, in float32 or wider; `None`: nothing learned.
         `hidden_states`: the input of the projections."""
-        if not self._has_learned_score:
+        if not hasattr(self, "keep_weight"):
             return None
         with torch.autocast(hidden_states.device.type, enabled=False):
             dtype = torch.promote_types(hidden_states.dtype, torch.float32)
@@ -377,12 +353,12 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         if infini is None:
             raise ValueError(f"a {type(self).__name__} needs what its model makes for all layers: call the model.")
         tables = infini.rotary.get(self.rotary_type)
-        rotary, attend = self.window_rotary(tables), self._attend_in_one_window
+        turning, attend = self.turning(tables), self._attend_in_one_window
         if infini.layout is not None:
             hidden_states, attend = self.begin(hidden_states, infini)
 
         def attend_rotated(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions):
-            return attend(query, key, value, replace(options, written_out=infini.return_weights, rotary=rotary))
+            return attend(query, key, value, replace(options, written_out=infini.return_weights, **turning))
 
         if tables is not None and "position_embeddings" in self.argument_names:
             given["position_embeddings"] = neutral(tables)
@@ -404,11 +380,11 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         query, key, value = (part[:, None] for part in (query, key, value))  # one segment
         return window_attention(query, key, value, None, options)[0][:, 0], None
 
-    def window_rotary(self, tables: tuple[Tensor, ...] | None) -> Rotary | None:
-        """How queries and keys are turned, of the model's tables; `None`: not at all."""
-        if tables is None or self.turning_function is None:  # a GPT-2 with rotary positions: the own attention turns nothing
-            return None if tables is None else Rotary(tables)
-        return Rotary(tables, self.turn) if self.turns_states else None
+    def turning(self, tables: tuple[Tensor, ...] | None) -> dict[str, Any]:
+        """The [`ScoreOptions`] that say how queries and keys are turned, of the model's tables."""
+        if self.turning_function is None:  # a GPT-2, perhaps with rotary positions: the own attention turns nothing
+            return {"rotary": tables}
+        return {"rotary": tables if self.turns_states else None, "turn": self.turn}
 
     def turn(self, states: Tensor, *places: Tensor) -> Tensor:
         """States `[…, tokens, head_dim]` turned by the model's own function; `places`: their rows of the tables,

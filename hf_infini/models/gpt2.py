@@ -9,8 +9,8 @@ from transformers import GPT2Config
 from ..cache.cache import InfiniCache
 from ..compat.execution_device import device_of
 from ..compat.hub_code import carry_code
-from ..layers.memory_layer import rope_tables
 from ..ops.layout.base import Layout
+from ..ops.positions import rotation
 from .base import InfiniModelMixin, check_positions, counted_positions
 from .option_checks import InfiniConfigMixin, checked
 
@@ -67,8 +67,8 @@ class InfiniGPT2ModelMixin(InfiniModelMixin):
     ) -> dict[str | None, tuple[Tensor, ...]]:
         if self.config.position_encoding != "rope":
             return {}
-        like = torch.empty(0, device=device or device_of(self.wte), dtype=dtype or self.dtype)
-        return {None: rope_tables(self.config.places, self.config.n_embd // self.config.n_head, like)}
+        numbers = torch.arange(self.config.places, device=device or device_of(self.wte))
+        return {None: rotation(numbers, self.config.n_embd // self.config.n_head, dtype or self.dtype)}
 
     def own_positions(self, layout: Layout, position_ids: Tensor | None, cache: InfiniCache | None) -> Tensor:
         if self.config.position_encoding == "segment":

@@ -8,29 +8,29 @@ group by group, and pass the state from group to group. The size of a group is c
 the cache (CPU), or so that there are few kernel launches (GPU).
 
 Shapes: the grid of the layout, `[B, S, C, H, D]`, is cut into groups `[B, N, H, C, D]` of `N` segments, heads before tokens,
-so that every product is one of contiguous matrices.
+so that every product is one of contiguous matrices. `W` slots in a segment's window.
 """
 
 import contextlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .checks import check_arguments, check_kinds
 from .kept import KeptInGrid, choosable_segments, first_scores, with_kept, with_sinks_before
 from .layout.base import GridLayout
 from .layout.build import segment_layout
-from .memory import EPS, KEEP_SCORES, MemoryRule, mix
+from .memory import EPS
+from .positions import rotate
 from .rules import memory_rule
 from .state import Attended, AttentionCall, InfiniState, Projections
 from .step import StepLayout, attend_step
-from .window import Rotary, ScoreOptions, window_attention
+from .window import ScoreOptions, window_attention
 
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
 
@@ -58,7 +58,8 @@ def infini_attention(
     feature_maps: tuple[Tensor, Tensor] | None = None,
     log_weight: Tensor | None = None,
     learned_score: Tensor | None = None,
-    rotary: Rotary | None = None,
+    rotary: tuple[Tensor, ...] | None = None,
+    turn: Callable = rotate,
     scaling: float | None = None,
     softcap: float | None = None,
     query_weight: Tensor | None = None,
@@ -102,8 +103,9 @@ def infini_attention(
         log_weight: `[batch, kv_heads, tokens, 1]`, added to the memory's keys right before the feature map; with exponential
             features the logarithm of a token's weight. For the gated delta rule `[…, 2]`, log β and log α, neither positive.
         learned_score: `[batch, kv_heads, tokens]`, which has no gradient.
-        rotary: for rotary models, which give query and key un-rotated: turns both by their places in the window, which has
-            `sink_tokens + kept_tokens + (local_segments + 1) * segment_length` of them. The memory has no positions.
+        rotary: for rotary models, which give query and key un-rotated: the [`rotation`] of the places in the window, which
+            has `sink_tokens + kept_tokens + (local_segments + 1) * segment_length` of them. The memory has no positions.
+        turn: the function that turns states by the tables' rows for their places, with tables to match.
         scaling: of the local dot products; by default `head_dim ** -0.5`.
         softcap: local scores s become `softcap * tanh(s / softcap)`; by default they stay.
         query_weight: `[heads, head_dim, head_dim]`, what the window's queries are multiplied by, after they are turned.
@@ -128,8 +130,9 @@ def infini_attention(
     tokens = Projections(query, key, value, log_weight, learned_score)
     masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
     layout = segment_layout(query.shape[0], query.shape[2], *window, **masks, state=state, device=query.device)
-    softmax = ScoreOptions(scaling, dropout, softcap=softcap, rotary=rotary, query_weight=query_weight)
-    state = initial_state(tokens, window, rule) if state is None else state
+    softmax = ScoreOptions(scaling, dropout, softcap=softcap, rotary=rotary, turn=turn, query_weight=query_weight)
+    if state is None:
+        state = InfiniState.initial(key, value, *window, rule=rule, weighted=log_weight is not None)
     output, new_state, _ = attend(AttentionCall(tokens, gate, layout, rule, softmax, state, return_state))
     return (output, new_state) if return_state and new_state is not None else output
 
@@ -146,38 +149,27 @@ def attend(call: AttentionCall) -> Attended:
         tokens = tokens._replace(score=first_scores(rule.keep_score, tokens.key, tokens.score))
     call = call._replace(tokens=tokens, state=call.state.checked_for(tokens, layout.places, rule.normalised))
     forced = _forced[-1] if _forced else None
-    return forced(call) if callable(forced) else choose(call)[0].run(call)
+    return forced(call) if callable(forced) else choose(call)[0](call)
 
 
 def attend_grid(call: AttentionCall) -> Attended:
     """[`attend`] for any call but one of a token per row."""
     tokens, gate, layout, rule, softmax, state, return_state, _, scored = call
-    local_segments, sinks, kv_heads, width = layout.local_segments, layout.sink_tokens, *tokens.key.shape[1::2]
-    keeping = None
+    sinks, keeping = layout.sink_tokens, None
     if layout.most_kept or (layout.kept_tokens and return_state):
         keeping = KeptInGrid(tokens, layout, rule, state, scored)
-    all_queries = layout.to_grid(tokens.query, None)
-    # Keys, values and log weights; what leaves the windows of a group, w segments later, is what the memory takes in
-    given = zip(tokens[1:4], state.windows(), strict=False)
-    grids = [None if new is None else layout.to_grid(new, window) for new, window in given]
     size = _group_size(layout, tokens.key)
+    queries_of = layout.to_grid(tokens.query, None).transpose(2, 3).split(size, 1)
+    pairs: Any = zip(tokens[1:4], state.windows(), strict=False)  # of keys, values and log weights
+    absent = [None] * len(queries_of)
+    windows_of = [absent if new is None else layout.windows(new, old).split(size, 1) for new, old in pairs]
     memory, normaliser, start, dtype = state.memory, state.normaliser, state.start(), state.memory.dtype
-    gate = gate.to(dtype)[:, None, None]
-    first_tokens = []
-    if sinks:
-        pairs = (tokens.key, state.local_key), (tokens.value, state.local_value)
-        first_tokens = [layout.sinks(*pair).expand(-1, layout.segments, -1, -1, -1).transpose(2, 3) for pair in pairs]
-    queries_of, *delayed = [_groups(all_queries, size), *(_groups(grid, size, local_segments) for grid in grids)]
-    outputs, all_weights = [], []
-    for number, begin in enumerate(range(0, layout.segments, size)):
-        end = min(begin + size, layout.segments)
-        queries = queries_of[number].transpose(2, 3).contiguous()
-        windows = [_windows(groups[number : number + 2], end - begin, local_segments) for groups in delayed[:2]]
-        leaving: Any = [window[..., : layout.slots, :] for window in windows] if local_segments else windows
-        log_weight = None if grids[2] is None else delayed[2][number][:, : end - begin].transpose(2, 3)
-        written: Any = None if layout.writes_all else layout.written[:, begin:end, None, :, None]
-        if sinks:
-            windows = [torch.cat([p[:, begin:end], window], 3) for p, window in zip(first_tokens, windows, strict=True)]
+    outputs, all_weights, begin = [], [], 0
+    for queries, *windows in zip(queries_of, *windows_of, strict=True):
+        queries, end = queries.contiguous(), begin + queries.shape[1]
+        # What leaves the windows while they are seen is what the memory takes in
+        leaving: Any = [None if window is None else window[..., sinks : sinks + layout.slots, :] for window in windows]
+        written: Any = layout.written[:, begin:end, None, :, None]
         keys, values = softmax.compared_keys(windows[0], layout.key_places()), windows[1]
         compared = softmax.compared_queries(queries, layout.query_places)
         mask, left = layout.window_mask(begin, end), layout.left[:, begin:end]
@@ -185,20 +177,17 @@ def attend_grid(call: AttentionCall) -> Attended:
             kept = left.clamp(max=layout.kept_tokens)
             keys = with_sinks_before(keys, windows[0], layout, kept, softmax)
             keeping.see(compared, keys, mask, begin, end, softmax)
-            seen, evicted = keeping.choose([*leaving, log_weight], begin, end)
+            seen, evicted = keeping.choose(leaving, begin, end)
             keys, values, mask = with_kept(keys, values, mask, seen, layout, softmax)
-            leaving, log_weight, written = evicted[:2], evicted.log_weight, evicted.position >= 0
-        local, log_sum, weights = window_attention(compared, keys, values, mask, softmax, rule.shared)
+            leaving, written = evicted[:3], evicted.position >= 0
+        local, log_sum, weights = window_attention(compared, keys, values, mask, softmax, rule.denominator == "shared")
         all_weights.append(weights)
-
+        filled = (left > layout.kept_tokens)[:, :, None, None, None] if state.start_memory is None else None
         with torch.autocast(tokens.key.device.type, enabled=False):
-            query_features = rule.query_features(queries.to(dtype)).unflatten(2, (kv_heads, -1)).flatten(3, 4)
-            parts = rule.written(leaving[0].to(dtype), leaving[1].to(dtype), log_weight, written)
+            parts = rule.written(leaving[0].to(dtype), leaving[1].to(dtype), leaving[2], written)
             before, (memory, normaliser) = rule.states(parts, memory, normaliser, start, layout.continues(begin, end))
-            found = rule.read(query_features, *before)
-            read, mass = (tensor.unflatten(3, (-1, layout.slots)).flatten(2, 3) for tensor in found)
-            filled = (left > layout.kept_tokens)[:, :, None, None, None] if state.start_memory is None else None
-            outputs.append(mix(local, (read, mass), gate, log_sum, filled, width, rule.eps).transpose(2, 3))
+            outputs.append(rule.mix(local, log_sum, queries, before, gate, filled).transpose(2, 3))
+        begin = end
     output = layout.from_grid(outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
     weights = _weights_per_token(torch.cat(all_weights, 1), layout) if softmax.written_out else None
     if not return_state:
@@ -221,27 +210,7 @@ def _group_size(layout: GridLayout, key: Tensor) -> int:
         fits = GROUP_ELEMENTS.get(key.device.type, GROUP_ELEMENTS["cuda"]) // elements
     if layout.kept_tokens:
         fits = min(fits, choosable_segments(layout, key))
-    return max(1, fits, layout.local_segments)  # a window reaches into the group before at most
-
-
-def _groups(grid: Tensor | None, size: int, early: int = 0) -> Sequence[Tensor]:
-    """The grid in groups of `size` segments, each starting `early` segments earlier."""
-    return () if grid is None else (F.pad(grid, (0,) * 6 + (early, 0)) if early else grid).split(size, 1)
-
-
-def _windows(groups: Sequence[Tensor], count: int, local_segments: int) -> Tensor:
-    """The windows of a group's `count` segments, `[B, N, K, W, D]`, the segment that leaves first.
-
-    Args:
-        groups: a group of the grid that begins w segments early, and the next if there is one, which the last windows reach
-            into.
-    """
-    group = groups[0].transpose(2, 3)
-    if not local_segments:
-        return group.contiguous()
-    if group.shape[1] < count + local_segments:
-        group = torch.cat([group, groups[1][:, :local_segments].transpose(2, 3)], 1)
-    return torch.cat([group[:, shift : shift + count] for shift in range(local_segments + 1)], 3)
+    return max(1, fits)
 
 
 def _weights_per_token(weights: Tensor, layout: GridLayout) -> Tensor:
@@ -251,43 +220,21 @@ def _weights_per_token(weights: Tensor, layout: GridLayout) -> Tensor:
     return layout.from_grid(whole.transpose(2, 3))
 
 
-def initial_state(
-    tokens: Projections, window: tuple[int, int, int, int], rule: MemoryRule, **start: Any
-) -> InfiniState:
-    """[`InfiniState.initial`] for such tokens; `start`: as there, or nothing."""
-    options: dict[str, Any] = {"log_weights": 0 if tokens.log_weight is None else rule.rates}
-    options |= {"normalised": rule.normalised, "scores": len(KEEP_SCORES[rule.keep_score])}
-    return InfiniState.initial(tokens.key, tokens.value, *window, **options, **start)
-
-
-class Backend(NamedTuple):
-    """A way to compute a call.
-
-    Attributes:
-        name: by which it can be forced.
-        fits: whether it can compute the call, and why, or why not.
-        run: computes it.
-    """
-
-    name: str
-    fits: Callable[[AttentionCall], tuple[bool, str]]
-    run: Callable[[AttentionCall], Attended]
-
-
-def choose(call: AttentionCall) -> tuple[Backend, str]:
-    """The first backend that fits, or the one whose name is forced, and what each says of the call up to that one.
+def choose(call: AttentionCall) -> tuple[Callable[[AttentionCall], Attended], str]:
+    """What computes the call, the first of [`BACKENDS`] that fits, or the one whose name is forced; and what each says of it
+    up to that one.
 
     Raises:
         ValueError: a backend is forced that does not fit, or that there is not.
     """
     forced, reasons = _forced[-1] if _forced else None, []
-    for backend in BACKENDS:
-        if forced in (None, backend.name):
-            fits, reason = backend.fits(call)
-            reasons.append(f"{backend.name}: {reason}")
-            if fits:
-                return backend, "; ".join(reasons)
-    names = ", ".join(backend.name for backend in BACKENDS)
+    for name, (fits, run) in BACKENDS.items():
+        if forced in (None, name):
+            fitting, reason = fits(call)
+            reasons.append(f"{name}: {reason}")
+            if fitting:
+                return run, "; ".join(reasons)
+    names = ", ".join(BACKENDS)
     raise ValueError(f"no backend of {names} computes this call{': ' * bool(reasons)}{'; '.join(reasons)}.")
 
 
@@ -340,8 +287,8 @@ def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
         if holds:
             return False, reason
     if softmax.rotary is not None:
-        width = softmax.rotary.tables[0].shape[-1]
-        if width != query.shape[3] or _module("rotary").halves_of(softmax.rotary) is None:
+        width = softmax.rotary[0].shape[-1]
+        if width != query.shape[3] or _module("rotary").halves_of(softmax) is None:
             return False, "no kernel for this way of turning by rotary positions"
     return True, "Triton kernels"
 
@@ -356,8 +303,9 @@ def _is_step(call: AttentionCall) -> tuple[bool, str]:
     return fits, "plain torch, one token for every row" if fits else "not one token for every row"
 
 
-BACKENDS = (
-    Backend("triton", _fits_linear, lambda call: _module("linear").run(call)),
-    Backend("step", _is_step, attend_step),
-    Backend("grid", lambda call: (not _is_step(call)[0], "plain torch, in a grid of segments"), attend_grid),
-)
+# Ways to compute a call, by their names: whether it can compute this one, and why, or why not; and what computes it
+BACKENDS: dict[str, tuple[Callable[[AttentionCall], tuple[bool, str]], Callable[[AttentionCall], Attended]]] = {
+    "triton": (_fits_linear, lambda call: _module("linear").run(call)),
+    "step": (_is_step, attend_step),
+    "grid": (lambda call: (not _is_step(call)[0], "plain torch, in a grid of segments"), attend_grid),
+}

@@ -4,7 +4,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..options import check_number, places_of
-from .window import Rotary
 
 Function = TypeVar("Function", bound=Callable)
 LIMITS = {"scaling": {}, "softcap": {"greater_than": 0}, "dropout": {"at_least": 0, "below": 1}, "eps": {"at_least": 0}}
@@ -29,18 +28,16 @@ def check_kinds(function: Function) -> Function:
     wanted = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     kinds = {name: _kinds(annotation) for name, annotation in wanted.items()}
 
-    def check(args, kwargs) -> None:
-        for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        # A graph could not hold the signature
+        given = {} if torch.compiler.is_compiling() else signature.bind_partial(*args, **kwargs).arguments
+        for name, value in given.items():
             if not isinstance(value, kinds[name]) or (isinstance(value, bool) and not {bool, object} & {*kinds[name]}):
                 kind = type(value).__name__
                 shown = f"{value!r:.60} ({kind})" if isinstance(value, (str, int, float)) else kind
                 allowed = re.sub(r"[\w.]+\.", "", inspect.formatannotation(wanted[name]))
                 raise ValueError(f"{name} must be of type {allowed}; got {'None' if value is None else shown}.")
-
-    @functools.wraps(function)
-    def checked(*args, **kwargs):
-        if not torch.compiler.is_compiling():  # a graph could not hold the signature
-            check(args, kwargs)
         return function(*args, **kwargs)
 
     result: Any = checked
@@ -96,7 +93,7 @@ def check_arguments(
 
 
 def check_window(
-    segment_length: int, local_segments: int, sink_tokens: int, kept_tokens: int = 0, rotary: Rotary | None = None
+    segment_length: int, local_segments: int, sink_tokens: int, kept_tokens: int = 0, rotary: Sequence[Tensor] | None = None
 ) -> None:
     """ValueError unless there can be such segments, sinks and kept tokens, with these rotary positions."""
     if segment_length < 1 or local_segments < 0 or not 0 <= sink_tokens < segment_length or kept_tokens < 0:
@@ -105,9 +102,9 @@ def check_window(
             f"got {segment_length}, {local_segments}, {sink_tokens} and {kept_tokens}."
         )
     places = places_of(segment_length, local_segments, sink_tokens, kept_tokens)
-    if rotary is not None and any(len(table) != places for table in rotary.tables):
+    if rotary is not None and any(len(table) != places for table in rotary):
         raise ValueError(
-            f"rotary has {len(rotary.tables[0])} places, and a window of these segments and sinks has {places}."
+            f"rotary has {len(rotary[0])} places, and a window of these segments and sinks has {places}."
         )
 
 

@@ -54,8 +54,7 @@ class Kept(NamedTuple):
         position: Any = state.kept_position
         places = slice(layout.sink_tokens, layout.ahead)
         windows: Any = (None if window is None else window[:, :, places] for window in state.windows())
-        key, value, log_weight, score = windows
-        return cls(key, value, log_weight, score, position.unsqueeze(-1))
+        return cls(*windows, position.unsqueeze(-1))
 
     def into(self, state: InfiniState, layout: Layout) -> InfiniState:
         """The state that keeps this."""
@@ -121,7 +120,7 @@ def with_sinks_before(
     if not sinks or softmax.rotary is None:
         return compared
     places = (layout.kept_tokens - kept).unsqueeze(-1) + torch.arange(sinks, device=kept.device)  # [B, N, S]
-    turned = softmax.rotary(keys[..., :sinks, :].flatten(0, 1), places.flatten(0, 1)).unflatten(0, keys.shape[:2])
+    turned = softmax.compared_keys(keys[..., :sinks, :].flatten(0, 1), places.flatten(0, 1)).unflatten(0, keys.shape[:2])
     return torch.cat([turned, compared[..., sinks:, :]], 3)
 
 
@@ -178,8 +177,7 @@ class KeptInGrid:
         layout, scores, written = self.layout, self.scores[:, begin:end], self.layout.written[:, begin:end]
         documents = layout.documents(begin, end) if layout.packed else None
         position = layout.delayed_numbers(begin, end)[:, :, None, :, None].expand_as(scores[..., :1])
-        key, value, log_weight = leaving
-        new = Kept(key, value, log_weight, scores, position)
+        new = Kept(*leaving, scores, position)
         seen, self.kept, evicted = keep_best(self.kept, new, written, self.rule.keep_score, layout, documents)
         return seen, evicted
 
@@ -193,11 +191,9 @@ class KeptInGrid:
 
     def scored(self, tokens: Projections, state: InfiniState) -> tuple[Projections, InfiniState]:
         """The call's tokens, and the state's window, with what they have received."""
-        layout, window = self.layout, state.local_score
-        scores = self.scores[:, layout.local_segments :].transpose(2, 3)
-        if window is not None:
-            window, end = window.detach().clone(), layout.carried_to
-            window[:, :, end - layout.carried : end] = scores.flatten(1, 2)[:, : layout.carried].transpose(1, 2)
+        layout, window = self.layout, state.tensors()["local_score"].detach().clone()
+        scores, end = self.scores[:, layout.local_segments :].transpose(2, 3), layout.carried_to
+        window[:, :, end - layout.carried : end] = scores.flatten(1, 2)[:, : layout.carried].transpose(1, 2)
         return tokens._replace(score=layout.from_grid(scores)), replace(state, local_score=window)
 
 

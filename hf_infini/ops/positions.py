@@ -3,7 +3,7 @@
 | function | equation | acts on | source |
 | --- | --- | --- | --- |
 | `sinusoidal_encoding` | sin(t / 10000^(2i/d)), cos(t / 10000^(2i/d)) | embeddings | Vaswani et al. 2017, section 3.5 |
-| `relative_keys` | a_ij = w[min(i − j, k)], added to the key | keys | Shaw et al. 2018, section 3.2 and equation 4 |
+| `relative_key_bias` | q_i · a_ij, with a_ij = w[min(i − j, k)] | scores | Shaw et al. 2018, section 3.2 and equation 4 |
 | `t5_buckets` | exact up to half of the buckets, logarithmic beyond | scores | Raffel et al. 2020, section 2.1 |
 | `alibi_bias` | −m_h (i − j), m_h = 2^(−8h/H) | scores | Press et al. 2022, section 3 |
 | `rotate` | pairs of numbers turned by the angle t · θ^(−2i/d) | queries, keys | Su et al. 2021, equation 34 |
@@ -32,23 +32,12 @@ def sinusoidal_encoding(positions: Tensor, width: int) -> Tensor:
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2).float()
 
 
-def relative_keys(table: Tensor, distance: Tensor) -> Tensor:
-    """What is added to the key for each pair of places.
-
-    Args:
-        table: `[max_distance + 1, head_dim]`; the last row stands for all distances from `max_distance` on.
-        distance: `[query, key]`.
-
-    Returns `[query, key, head_dim]`.
-    """
-    return table[distance.clamp(0, table.shape[0] - 1)]
-
-
 def relative_key_bias(query: Tensor, table: Tensor, distance: Tensor) -> Tensor:
     """query_i · a_ij, without making `[query, key, head_dim]`: each query meets each row of the table once.
 
     Args:
-        query: `[batch, heads, query, head_dim]`; table and distance as in [`relative_keys`].
+        query: `[batch, heads, query, head_dim]`; distance: `[query, key]`.
+        table: w, `[max_distance + 1, head_dim]`; the last row stands for all distances from `max_distance` on.
 
     Returns `[batch, heads, query, key]`.
     """

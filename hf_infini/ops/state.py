@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..options import places_of
 from .checks import check_kinds, check_window
-from .memory import MemoryRule
+from .memory import KEEP_SCORES, MemoryRule
 from .window import ScoreOptions
 
 # The fields of a state that hold a window, in the order of those of [`Projections`] after the query
@@ -92,11 +92,10 @@ class InfiniState:
         sink_tokens: int = 0,
         kept_tokens: int = 0,
         *,
+        rule: MemoryRule | None = None,
+        weighted: bool = False,
         start_memory: Tensor | None = None,
         start_normaliser: Tensor | None = None,
-        log_weights: int = 0,
-        normalised: bool = True,
-        scores: int = 1,
     ) -> "InfiniState":
         """The state before the first token of every row.
 
@@ -104,21 +103,21 @@ class InfiniState:
             key: `[batch, kv_heads, tokens, head_dim]` and value `[batch, kv_heads, tokens, value_dim]`: only their shapes,
                 dtype and device are read.
             segment_length, local_segments, sink_tokens, kept_tokens: `L`, `w`, `S` and `K`, as of [`infini_attention`].
+            rule: how the memory is written; `None`: by the linear rule. weighted: whether tokens have a `log_weight`.
             start_memory: `[kv_heads, head_dim, value_dim]` and start_normaliser `[kv_heads, head_dim]` (positive): M_0, z_0
                 of every document. `None`: empty, and then the first tokens use only local attention.
-            log_weights: numbers in a token's [`Projections.log_weight`], 0 where none is given.
-            normalised: whether the memory has a normaliser.
-            scores: numbers in a token's [`Projections.score`].
         """
+        rule = MemoryRule() if rule is None else rule
         check_window(segment_length, local_segments, sink_tokens, kept_tokens)
         batch, heads, _, head_dim = key.shape
         value_dim = value.shape[-1]
         dtype = torch.promote_types(key.dtype, torch.float32)
         places = places_of(segment_length, local_segments, sink_tokens, kept_tokens)
+        scores = len(KEEP_SCORES[rule.keep_score])
         if (start_memory is None) != (start_normaliser is None):
             raise ValueError("start_memory and start_normaliser come together: give both or neither.")
         memory = key.new_zeros(head_dim, value_dim) if start_memory is None else start_memory
-        normaliser = key.new_zeros(head_dim if normalised else 0) if start_normaliser is None else start_normaliser
+        normaliser = key.new_zeros(head_dim if rule.normalised else 0) if start_normaliser is None else start_normaliser
         # One zero, seen as a whole window: a call that reads no window and keeps no state pays for none.
         zero = key.new_zeros(1)
         return cls(
@@ -126,7 +125,7 @@ class InfiniState:
             normaliser=normaliser.to(dtype).expand(batch, heads, -1),
             local_key=zero.expand(batch, heads, places, head_dim),
             local_value=value.new_zeros(1).expand(batch, heads, places, value_dim),
-            local_log_weight=zero.expand(batch, heads, places, log_weights) if log_weights else None,
+            local_log_weight=zero.expand(batch, heads, places, rule.rates) if weighted else None,
             tokens_seen=torch.zeros(batch, dtype=torch.long, device=key.device),
             last_position=torch.full((batch,), -1, dtype=torch.long, device=key.device),
             memory_tokens=torch.zeros(batch, dtype=torch.long, device=key.device),

@@ -20,28 +20,6 @@ from .positions import rotate
 TILE = 128  # queries of a segment at a time; skips half of the scores that causality masks
 
 
-class Rotary:
-    """Rotary positions in a window: the token in its place p is turned as one in position p of a text. Only distances count,
-    so that neither the length of a text nor the precision of large numbers matters.
-
-    Args:
-        tables: `[places, …]` each, what is known of every place, such as the [`rotation`] of their numbers.
-        turn: function of states `[…, tokens, head_dim]` and the rows of the tables for these tokens, which broadcast to
-            them; returns a tensor like the states.
-    """
-
-    def __init__(self, tables: tuple[Tensor, ...], turn: Callable[..., Tensor] = rotate):
-        self.tables, self.turn = tables, turn
-
-    def __call__(self, states: Tensor, places: slice | Tensor) -> Tensor:
-        """Turns states `[…, tokens, head_dim]`, tokens in these places, or `[batch, heads, tokens, head_dim]` with places
-        `[batch, tokens]`."""
-        rows = [table[places] for table in self.tables]
-        if isinstance(places, Tensor) and places.dim() == 2:
-            rows = [row.unsqueeze(1) for row in rows]
-        return self.turn(states, *rows)
-
-
 @dataclass(frozen=True)
 class ScoreOptions:
     """How the softmax of a window is computed.
@@ -51,7 +29,11 @@ class ScoreOptions:
         dropout: probability with which a weight is dropped.
         written_out: by plain operations instead of a fused kernel.
         softcap: scores s become `softcap · tanh(s / softcap)` (Gemma 2), and are then written out; `None`: they stay.
-        rotary: how queries and keys are turned by their places in the window; `None`: they are not.
+        rotary: tables `[places, …]`, what is known of every place of the window, such as the [`rotation`] of their numbers:
+            the token in place p is turned as one in position p of a text. Only distances count, so that neither the length
+            of a text nor the precision of large numbers matters. `None`: nothing is turned.
+        turn: function of states `[…, tokens, head_dim]` and the rows of the tables for these tokens, which broadcast to
+            them; returns a tensor like the states.
         query_weight: `[heads, head_dim, head_dim]`, what turned queries are multiplied by; `None`: nothing.
     """
 
@@ -59,17 +41,24 @@ class ScoreOptions:
     dropout: float = 0.0
     written_out: bool = False
     softcap: float | None = None
-    rotary: Rotary | None = None
+    rotary: tuple[Tensor, ...] | None = None
+    turn: Callable[..., Tensor] = rotate
     query_weight: Tensor | None = None
 
-    def compared_queries(self, query: Tensor, places: slice | Tensor) -> Tensor:
-        """Queries `[…, heads, tokens, head_dim]` of these places of the window, as they are compared with keys."""
-        query = query if self.rotary is None else self.rotary(query, places)
-        return query if self.query_weight is None else query @ self.query_weight.to(query.dtype)
-
     def compared_keys(self, key: Tensor, places: slice | Tensor) -> Tensor:
-        """Keys likewise."""
-        return key if self.rotary is None else self.rotary(key, places)
+        """Keys `[…, tokens, head_dim]` of these places of the window, as they are compared with queries; or `[batch, heads,
+        tokens, head_dim]` with places `[batch, tokens]`."""
+        if self.rotary is None:
+            return key
+        rows = (table[places] for table in self.rotary)
+        if isinstance(places, Tensor) and places.dim() == 2:
+            rows = (row.unsqueeze(1) for row in rows)
+        return self.turn(key, *rows)
+
+    def compared_queries(self, query: Tensor, places: slice | Tensor) -> Tensor:
+        """Queries `[…, heads, tokens, head_dim]` likewise."""
+        query = self.compared_keys(query, places)
+        return query if self.query_weight is None else query @ self.query_weight.to(query.dtype)
 
     def scaling_of(self, query: Tensor) -> float:
         return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
@@ -89,10 +78,12 @@ def window_attention(
         The output `[B, N, H, C, D]`; log Σ e^s `[B, N, H, C]` or `None`; where `softmax.written_out`, the weights
         `[B, N, H, C, W]`.
     """
-    if (repeats := query.shape[2] // key.shape[2]) > 1:
-        key, value = (tensor.repeat_interleave(repeats, 2) for tensor in (key, value))
-    plain = not (softmax.written_out or softmax.dropout or softmax.softcap)
-    if plain and _tiles_are_faster(query, key, value, with_log_sum):
+    heads_per_key, plain = query.shape[2] // key.shape[2], not (softmax.written_out or softmax.dropout or softmax.softcap)
+    in_tiles = plain and _tiles_are_faster(query, key, value, with_log_sum)
+    # Torch's kernel for CPUs reads keys and values where they are, for all heads that share them; others would not be fused
+    if heads_per_key > 1 and (in_tiles or not plain or with_log_sum or query.device.type != "cpu"):
+        key, value = (tensor.repeat_interleave(heads_per_key, 2) for tensor in (key, value))
+    if in_tiles:
         if torch.is_autocast_enabled(query.device.type):
             query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
         return *_Tiled.apply(query, key, value, mask, softmax, with_log_sum), None
@@ -130,7 +121,8 @@ def masked_scores(query: Tensor, key: Tensor, mask: Tensor | None, softmax: Scor
 
 
 def _all_queries(query, key, value, mask, softmax: ScoreOptions, with_log_sum: bool):
-    """[`window_attention`] without tiles, keys and values with the query's heads: written out, or by torch's own kernel."""
+    """[`window_attention`] without tiles: written out, with keys and values for all of the query's heads, or by torch's own
+    kernel."""
     slots, width = query.shape[-2], key.shape[-2]
     written_out = softmax.written_out or softmax.softcap or with_log_sum
     if mask is None and (written_out or width != slots):
@@ -142,6 +134,7 @@ def _all_queries(query, key, value, mask, softmax: ScoreOptions, with_log_sum: b
         mask = mask.expand(query.shape[0], -1, -1, -1, -1).flatten(0, 1)
     flat = (tensor.flatten(0, 1) for tensor in (query, key, value))
     options = {"dropout_p": softmax.dropout, "is_causal": mask is None, "scale": softmax.scaling}
+    options["enable_gqa"] = key.shape[2] < query.shape[2]
     output = F.scaled_dot_product_attention(*flat, attn_mask=mask, **options)
     return output.view(*query.shape[:-1], value.shape[-1]), None, None
 
@@ -153,13 +146,12 @@ def causal(slots: int, key: Tensor) -> Tensor:
 
 
 def _tiles_are_faster(query: Tensor, key: Tensor, value: Tensor, with_log_sum: bool) -> bool:
-    """Whether tiles have a faster gradient than torch. On a CPU they do against the fused kernel in half precision (three to
-    nine times), and in segments with so many queries that skipping masked scores saves more than the loop costs. A softmax
-    that is written out would also keep every score."""
+    """Whether tiles have a faster gradient than torch. On a CPU they do against the fused kernel in half precision (two to
+    four times), and against a softmax that is written out, which would also keep every score."""
     if query.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    return wanted and (with_log_sum or query.dtype in (torch.bfloat16, torch.float16) or query.shape[-2] >= TILE)
+    return wanted and (with_log_sum or query.dtype in (torch.bfloat16, torch.float16))
 
 
 class _Tiled(Function):

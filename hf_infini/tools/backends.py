@@ -5,9 +5,9 @@ from torch import nn
 
 from ..compat.execution_device import device_of
 from ..layers.memory_layer import memory_layers
-from ..ops.attention import choose, initial_state
+from ..ops.attention import choose
 from ..ops.layout.build import segment_layout
-from ..ops.state import AttentionCall, Projections
+from ..ops.state import AttentionCall, InfiniState, Projections
 from ..ops.window import ScoreOptions
 
 
@@ -25,7 +25,7 @@ def backend_of(model: nn.Module, batch: int = 1, tokens: int = 1024) -> dict[str
         query, key = (like.expand(batch, count, tokens, width) for count in (heads, kv_heads))
         projections = Projections(query, key, key)
         layout = segment_layout(batch, tokens, *layer.options.window, device=like.device)
-        state = initial_state(projections, layer.options.window, layer.rule)
+        state = InfiniState.initial(key, key, *layer.options.window, rule=layer.rule)
         call = AttentionCall(projections, layer.gate(), layout, layer.rule, ScoreOptions(), state)
         found[name] = choose(call)[1]
     if not found:

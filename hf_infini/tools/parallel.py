@@ -53,7 +53,7 @@ from ..ops.attention import GROUP_ELEMENTS
 from ..ops.checks import bool_mask, check_kinds
 from ..ops.convolution import short_convolution
 from ..ops.kept import Kept, KeptInGrid, choose, first_scores, shares, with_sinks_before
-from ..ops.layout.base import GridLayout, pad
+from ..ops.layout.base import GridLayout
 from ..ops.layout.build import restarts, segment_layout
 from ..ops.memory import MemoryRule, running_sum
 from ..ops.state import InfiniState, Projections
@@ -461,15 +461,12 @@ def see_all(
     keeping: KeptInGrid, tokens: Projections, state: InfiniState, layout: GridLayout, softmax: ScoreOptions
 ) -> None:
     """Adds what the tokens receive from all queries of a call, which attention does on its way."""
-    local = layout.local_segments
-    queries, keys = layout.to_grid(tokens.query, None), layout.to_grid(tokens.key, state.local_key)
-    first = layout.sinks(tokens.key, state.local_key).expand(-1, layout.segments, -1, -1, -1)
-    keys, weights = pad(keys, (0,) * 6 + (local, 0)), queries[:, :1, :, :, 0].numel() * layout.places
+    queries, keys = layout.to_grid(tokens.query, None).transpose(2, 3), layout.windows(tokens.key, state.local_key)
+    weights = queries[:, :1, ..., 0].numel() * layout.places
     size = max(1, GROUP_ELEMENTS.get(keys.device.type, GROUP_ELEMENTS["cuda"]) // weights)
     for begin in range(0, layout.segments, size):
         end = min(begin + size, layout.segments)
-        windows = [first[:, begin:end], *(keys[:, begin + shift : end + shift] for shift in range(local + 1))]
-        query, key = (part.transpose(2, 3) for part in (queries[:, begin:end], torch.cat(windows, 2)))
+        query, key = queries[:, begin:end], keys[:, begin:end]
         kept = layout.left[:, begin:end].clamp(max=layout.kept_tokens)
         compared = with_sinks_before(softmax.compared_keys(key, layout.key_places()), key, layout, kept, softmax)
         query = softmax.compared_queries(query, layout.query_places)

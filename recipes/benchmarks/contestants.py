@@ -24,7 +24,6 @@ from hf_infini.ops.attention import forced_backend
 from hf_infini.ops.naive import EPS
 from hf_infini.ops.positions import rotation
 from hf_infini.ops.rules import RULES
-from hf_infini.ops.window import Rotary
 from hf_infini.options import UPDATE_RULES
 
 BASE = "infini"  # whose time and memory are 1 in the ratios
@@ -122,7 +121,7 @@ def _make_window(problem: Problem) -> Forward:
     sinks = min(4, shape.segment - 1)
     places = torch.arange(sinks + 2 * shape.segment, device=problem.query.device)
     tables = rotation(places, shape.head_dim, problem.query.dtype)
-    return _same(infini_attention, local_segments=1, sink_tokens=sinks, rotary=Rotary(tables))(problem)
+    return _same(infini_attention, local_segments=1, sink_tokens=sinks, rotary=tables)(problem)
 
 
 CONTESTANTS = {  # name → problem → what computes `[batch, heads, tokens, head_dim]`

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from hf_infini import InfiniState, naive_infini_attention
 from hf_infini.ops.positions import rotation
-from hf_infini.ops.rules import RULES
-from hf_infini.ops.window import Rotary
+from hf_infini.ops.rules import RULES, memory_rule
 from hf_infini.options import UPDATE_RULES, places_of
 
 TENSORS = ("query", "key", "value", "log_weight", "learned_score")
@@ -159,10 +158,10 @@ def examples(count: int) -> settings:
     return settings(max_examples=asked or count, derandomize=not asked, **checks)
 
 
-def rotary_of(segment_length: int, options: dict, width: int, dtype) -> Rotary:
+def rotary_of(segment_length: int, options: dict, width: int, dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary positions for the windows of a case, with wavelengths that small windows tell apart."""
     window = (segment_length, *(options.get(name, 0) for name in ("local_segments", "sink_tokens", "kept_tokens")))
-    return Rotary(rotation(torch.arange(places_of(*window)), width, dtype, theta=20.0))
+    return rotation(torch.arange(places_of(*window)), width, dtype, theta=20.0)
 
 
 def random_cuts(seed: int | random.Random, tokens: int) -> list[int]:
@@ -177,16 +176,16 @@ def random_state(case: Case, seed: int) -> InfiniState:
     draw = torch.Generator().manual_seed(seed)
     heads, width, value_width = case.key.shape[1], case.key.shape[3], case.value.shape[3]
     dtype = torch.promote_types(case.key.dtype, torch.float32)
-    normalised = RULES[case.options["update_rule"]].normalised
+    keep_score = case.options.get("keep_score", "attention")
+    rule = memory_rule(case.options["update_rule"], keep_score=keep_score)
     return InfiniState.initial(
         case.key,
         case.value,
         *case.window(),
         start_memory=torch.randn(heads, width, value_width, generator=draw, dtype=dtype).requires_grad_(),
-        start_normaliser=torch.rand(heads, width * normalised, generator=draw, dtype=dtype).add(0.5).requires_grad_(),
-        log_weights=case.options["log_weight"].shape[-1] if "log_weight" in case.options else 0,
-        normalised=normalised,
-        scores=2 if case.options.get("keep_score") == "half" else 1,
+        start_normaliser=torch.rand(heads, width * rule.normalised, generator=draw, dtype=dtype).add(0.5).requires_grad_(),
+        rule=rule,
+        weighted="log_weight" in case.options,
     )
 
 

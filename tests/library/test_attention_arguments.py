@@ -6,7 +6,6 @@ import torch
 from cases import plain_case
 from hf_infini import InfiniState, infini_attention
 from hf_infini.ops.positions import rotation
-from hf_infini.ops.window import Rotary
 
 
 @pytest.mark.parametrize(
@@ -32,7 +31,7 @@ from hf_infini.ops.window import Rotary
         ({"log_weight": torch.zeros(2, 2, 24)}, r"log_weight must be \[2, 2, 24, 1\] beside"),
         ({"query_weight": torch.zeros(4, 4)}, r"query_weight must be \[2, 4, 4\] beside"),
         ({"sink_tokens": 5}, "sink_tokens from 0 to segment_length - 1 and kept_tokens ≥ 0, got 5, 0, 5 and 0"),
-        ({"rotary": Rotary(rotation(torch.arange(5), 4, torch.float32)), "sink_tokens": 1}, "rotary has 5 places.*has 6"),
+        ({"rotary": rotation(torch.arange(5), 4, torch.float32), "sink_tokens": 1}, "rotary has 5 places.*has 6"),
     ],
 )
 def test_errors_say_what_is_wrong(change, message):

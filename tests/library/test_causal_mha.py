@@ -175,8 +175,7 @@ def test_infini_is_the_naive_function(position, score, kept, rule, memory):
         query, key, value = module.project(hidden_states)
         softmax = module.score_options(shared)
         log_weight = module.log_weight(hidden_states)
-        start = module.start() | {"log_weights": 0 if log_weight is None else log_weight.shape[-1]}
-        start["normalised"] = rule != "gated_delta"
+        start = module.start() | {"rule": module.rule, "weighted": log_weight is not None}
         options = {name: getattr(module.config, name) for name in ("update_rule", "feature_map", "denominator")}
         options |= {name: getattr(softmax, name) for name in ("scaling", "rotary", "query_weight")}
         heads = naive_infini_attention(

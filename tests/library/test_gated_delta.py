@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from hf_infini import patch_model
-from hf_infini.ops.memory import elu_features
+from hf_infini.ops.memory import FEATURE_MAPS
 from hf_infini.ops.rules import memory_rule
 from hf_infini.ops.rules.gated_delta import gated_delta_scan
 from models import gpt2, token_ids
@@ -28,7 +28,7 @@ def test_equals_transformers_function(tokens, width, decay):
     wanted = memory
     for block in range(3):
         torch.testing.assert_close(memories[:, block], wanted, rtol=FLOAT32, atol=FLOAT32)
-        keys, values = elu_features(key[:, block]).sub(1).transpose(1, 2), value[:, block].transpose(1, 2)
+        keys, values = FEATURE_MAPS["elu"](key[:, block]).sub(1).transpose(1, 2), value[:, block].transpose(1, 2)
         log_beta, log_alpha = weights[:, block].transpose(1, 2).unbind(-1)
         options = {"initial_state": wanted, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
         wanted = torch_chunk_gated_delta_rule(keys, keys, values, log_alpha, log_beta.exp(), **options)[1]

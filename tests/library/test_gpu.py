@@ -17,7 +17,6 @@ from cases import (
 )
 from hf_infini import InfiniCache, infini_attention
 from hf_infini.ops.attention import forced_backend
-from hf_infini.ops.window import Rotary
 from models import causal_mha, infini_gpt2, token_ids
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -28,8 +27,6 @@ FLOAT32 = 1e-4  # of logits up to about 30, through three layers; of gradients, 
 
 def moved(value, device):
     """Tensors, and what holds tensors, on another device."""
-    if isinstance(value, Rotary):
-        return Rotary(tuple(table.to(device) for table in value.tables), value.turn)
     if isinstance(value, tuple):
         return tuple(moved(part, device) for part in value)
     return value.to(device) if torch.is_tensor(value) else value

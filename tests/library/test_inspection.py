@@ -164,11 +164,9 @@ def naive(call, value, gate, skipped, return_state=False):
         start = {"start_memory": call.state.start_memory, "start_normaliser": call.state.start_normaliser}
         if value.shape[-1] != call.tokens.value.shape[-1]:  # no token's
             start["start_memory"] = torch.zeros(*key.shape[1::2], value.shape[-1]).double()
-    rates = 0 if weight is None else weight.shape[-1]
-    start |= {"log_weights": rates, "normalised": rule.normalised, "scores": 0 if score is None else score.shape[-1]}
-    state = InfiniState.initial(key, value, *window.values(), **start)
+    state = InfiniState.initial(key, value, *window.values(), rule=rule, weighted=weight is not None, **start)
     options = {name: getattr(rule, name) for name in ("update_rule", "feature_map", "denominator", "eps", "keep_score")}
-    options |= {name: getattr(softmax, name) for name in ("scaling", "softcap", "rotary", "query_weight")}
+    options |= {name: getattr(softmax, name) for name in ("scaling", "softcap", "rotary", "turn", "query_weight")}
     maps = None if rule.query_map is None else (rule.query_map, rule.key_map)
     given = {"state": state, "log_weight": weight, "feature_maps": maps, "memory_mask": ~skipped}
     given |= {"learned_score": None if rule.keep_score == "attention" else score[..., -1], "return_state": return_state}
@@ -222,7 +220,7 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     torch.testing.assert_close(layer.memory_heads[has_memory], read[has_memory], **FLOAT64)
     mixed = gate * layer.memory_heads + (1 - gate) * layer.local_heads
     torch.testing.assert_close(layer.heads, mixed, **FLOAT64)
-    if not call.rule.shared:
+    if call.rule.denominator == "separate":
         assert_close(gate.squeeze(-1), has_memory * layer.gate[:, None], 1e-9)
     sizes = (gate * layer.memory_heads).norm(dim=-1), ((1 - gate) * layer.local_heads).norm(dim=-1)
     assert_close(layer.memory_share, sizes[0] / (sizes[0] + sizes[1]), 1e-9)

@@ -111,9 +111,11 @@ def test_what_a_kernel_cannot_do_is_refused_with_the_reason(options, reason):
 
 
 def test_positions_that_turn_neighbours_are_refused():
+    def turn(x, cos, sin):
+        return x * cos + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * sin
+
     case = plain_case(**SMALL, dtype=torch.float32)
-    rotary = rotary_of(12, case.options, 16, torch.float32)
-    rotary.turn = lambda x, cos, sin: x * cos + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * sin
-    case.options["rotary"] = rotary
+    case.options["rotary"] = rotary_of(12, case.options, 16, torch.float32)
+    case.options["turn"] = turn
     with pytest.raises(ValueError, match="this way of turning by rotary positions"):
         case.call(by_kernels)

@@ -6,6 +6,7 @@ import torch
 from decoders import decoder
 from hf_infini import naive_infini_attention, patch_model
 from hf_infini.layers.memory_layer import SharedInputs
+from hf_infini.ops.attention import attend_grid, forced_backend
 from hf_infini.ops.convolution import short_convolution
 from hf_infini.ops.layout.build import segment_layout
 from models import gpt2, infini_gpt2, token_ids
@@ -35,10 +36,10 @@ def attended(model, inputs):
     its output, and its rotary tables."""
     found, attention, base = [], model.transformer.h[0].attn, model.transformer
     tables = base.rotary_tables(model.config.places)
-    attention.change_projections = lambda tokens: found.append(tokens) or tokens
     infini = SharedInputs(segment_layout(*inputs.shape[:2], *model.config.window), None, tables)
-    output, _ = attention(inputs, infini=infini)
-    return attention, *found[0][:4], output, attention.window_rotary(tables.get(None))
+    with forced_backend(lambda call: found.append(call.tokens) or attend_grid(call)):
+        output, _ = attention(inputs, infini=infini)
+    return attention, *found[0][:4], output, tables.get(None)
 
 
 # --- the convolution --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from hypothesis import given
 from cases import assert_same_state, cut_cases, examples
 from hf_infini import InfiniState, naive_infini_attention
 from hf_infini.ops.layout.build import restarts, segment_layout
-from hf_infini.ops.memory import exp_features
+from hf_infini.ops.memory import FEATURE_MAPS
 from hf_infini.ops.scores import as_dot_product, scaled_dot_scores
 
 ONE = torch.ones(1, 1, 1, 1)
@@ -65,7 +65,7 @@ def test_exp_features_and_their_gradient_up_to_the_bound_and_beyond():
     """As a clamp has it: at the bound the gradient is there, beyond it none."""
     x = torch.tensor([-1.0, 29.0, 30.0, 30.5, 99.0], dtype=torch.float64, requires_grad=True)
     other = x.detach().clone().requires_grad_()
-    features, wanted = exp_features(x), other.clamp(max=30).exp()
+    features, wanted = FEATURE_MAPS["exp"](x), other.clamp(max=30).exp()
     torch.testing.assert_close(features, wanted)
     torch.testing.assert_close(*(torch.autograd.grad(y.sum(), z)[0] for y, z in ((features, x), (wanted, other))))
 

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 
 from cases import cut_cases, examples
-from hf_infini.ops.attention import attend, initial_state
+from hf_infini.ops.attention import attend
 from hf_infini.ops.layout.build import segment_layout
 from hf_infini.ops.rules import memory_rule
-from hf_infini.ops.state import AttentionCall, Projections
+from hf_infini.ops.state import AttentionCall, InfiniState, Projections
 from hf_infini.ops.window import ScoreOptions
 from models import infini_gpt2, token_ids
 
@@ -49,7 +49,9 @@ def with_weights(case, cuts):
         now = {name: None if tensor is None else tensor[:, begin:end] for name, tensor in of_tokens.items()}
         layout = segment_layout(len(case.query), end - begin, *window, state=state, **now)
         pieces = Projections(*(None if tensor is None else tensor[:, :, begin:end] for tensor in tensors))
-        state = initial_state(pieces, (*window, 0), rule) if state is None else state
+        if state is None:
+            weighted = pieces.log_weight is not None
+            state = InfiniState.initial(case.key, case.value, *window, rule=rule, weighted=weighted)
         output, state, weight = attend(AttentionCall(pieces, case.gate, layout, rule, softmax, state, return_state=True))
         outputs.append(output)
         weights.append(weight)

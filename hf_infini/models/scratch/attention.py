@@ -8,10 +8,10 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-from ...layers.memory_layer import MemoryLayerMixin, SharedInputs, rope_tables
+from ...layers.memory_layer import MemoryLayerMixin, SharedInputs
 from ...ops.checks import check_kinds
 from ...ops.layout.build import segment_layout
-from ...ops.positions import alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
+from ...ops.positions import alibi_bias, relative_key_bias, rotate, rotation, t5_buckets
 from ...ops.scores import (
     additive_scores,
     as_dot_product,
@@ -20,7 +20,7 @@ from ...ops.scores import (
     scaled_dot_scores,
     visible_softmax,
 )
-from ...ops.window import Rotary, ScoreOptions
+from ...ops.window import ScoreOptions
 from .configuration import ATTENTION_OPTIONS, CausalMHAConfig
 from .options import IN_EMBEDDING, RELATIVE
 
@@ -177,7 +177,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         mask, distance = self._visible(query, key, mask)
         learned: list[Any] = [getattr(self, name) for name in ("score_weight", "score_vector") if hasattr(self, name)]
         if self.config.score == "additive" and self.config.position_encoding == "relative_key":
-            learned.append(relative_keys(self.relative_table, distance))
+            learned.append(self.relative_table[distance.clamp(0, self.config.max_distance)])
         scores = SCORES[self.config.score](query, key, *learned)
         bias = self._bias(query, distance)
         scores, weights = visible_softmax(scores if bias is None else scores + bias.to(scores.dtype), mask)
@@ -200,7 +200,8 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         """The rotary tables of a window's places, with the dtype and device of `like`; empty without rotary positions."""
         if self.config.position_encoding != "rope":
             return {}
-        return {None: rope_tables(self.config.places, self.head_dim, like, self.config.rope_theta)}
+        numbers = torch.arange(self.config.places, device=like.device)
+        return {None: rotation(numbers, self.head_dim, like.dtype, self.config.rope_theta)}
 
     def score_options(self, infini: SharedInputs) -> ScoreOptions:
         """How the windows of `attention="infini"` are computed."""
@@ -208,7 +209,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             scaling=self.head_dim**-0.5 if self.config.score == "scaled_dot" else 1.0,
             dropout=self.dropout.p if self.training else 0.0,
             written_out=infini.return_weights,
-            rotary=Rotary(infini.rotary[None]) if infini.rotary else None,
+            rotary=infini.rotary.get(None),
             query_weight=getattr(self, "score_weight", None),
         )
 

@@ -1,1 +1,1 @@
-"""Fused kernels, each a row of the table of backends ([`Backend`] in ops/attention.py)."""
+"""Fused kernels, each a row of the table [`BACKENDS`] in ops/attention.py."""

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from ..layout.base import GridLayout
 from ..memory import mapped
 from ..state import Attended, AttentionCall
-from ..window import Rotary
+from ..window import ScoreOptions
 from . import backward, forward
 from .parts import INTERPRETED
 from .rotary import halves_of
@@ -135,10 +135,9 @@ def run(call: AttentionCall) -> Attended:
     if layout.sink_tokens and apart:
         pairs = (call.tokens.key, state.local_key), (call.tokens.value, state.local_value)
         sink_key, sink_value = (layout.sinks(*pair).permute(0, 3, 1, 2, 4).to(dtype) for pair in pairs)
-        if softmax.rotary is not None:
-            sink_key = softmax.rotary(sink_key, slice(0, layout.sink_tokens))
+        sink_key = softmax.compared_keys(sink_key, slice(0, layout.sink_tokens))
         sinks = (sink_key.contiguous(), sink_value.contiguous())
-    rotary = None if softmax.rotary is None else _tables(softmax.rotary)
+    rotary = None if softmax.rotary is None else _tables(softmax)
     scale = softmax.scaling_of(query)
     grid = Grid(layout, rotary, rule.feature_map == "exp", scale, rule.eps, apart, apart or started, started, last, dtype)
     start = state.start() if started else (None, None)
@@ -169,9 +168,10 @@ def _dtype(call: AttentionCall) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else call.tokens.query.dtype
 
 
-def _tables(rotary: Rotary) -> tuple[Tensor, Tensor, bool]:
-    cos, sin = (table.contiguous() for table in rotary.tables)
-    return cos, sin, halves_of(rotary) == "signed"
+def _tables(softmax: ScoreOptions) -> tuple[Tensor, Tensor, bool]:
+    tables: Any = softmax.rotary
+    cos, sin = (table.contiguous() for table in tables)
+    return cos, sin, halves_of(softmax) == "signed"
 
 
 def _last_segment(layout: GridLayout) -> Tensor:

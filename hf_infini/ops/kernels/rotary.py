@@ -5,30 +5,32 @@ from typing import Any
 
 import torch
 
-from ..window import Rotary
+from ..window import ScoreOptions
 
 _known: dict[Any, str | None] = {}
 
 
-def halves_of(rotary: Rotary) -> str | None:
+def halves_of(softmax: ScoreOptions) -> str | None:
     """"signed": the first half of the sines has its sign already ([`rotation`]); "plain": it has not; `None`: another way of
     turning, or not of the tables' whole width."""
-    turn: Any = rotary.turn
-    width = rotary.tables[0].shape[-1]
-    known = (getattr(turn, "__func__", turn), type(getattr(turn, "__self__", None)), len(rotary.tables), width)
+    turn: Any = softmax.turn
+    tables: Any = softmax.rotary
+    width = tables[0].shape[-1]
+    known = (getattr(turn, "__func__", turn), type(getattr(turn, "__self__", None)), len(tables), width)
     if known not in _known:
-        _known[known] = _compared(rotary, width)
+        _known[known] = _compared(softmax, width)
     return _known[known]
 
 
-def _compared(rotary: Rotary, width: int) -> str | None:
+def _compared(softmax: ScoreOptions, width: int) -> str | None:
     """Compares the function with the formulas, on the CPU, by random tables whose halves are the same."""
-    if len(rotary.tables) != 2 or width % 2 or not all(table.is_floating_point() for table in rotary.tables):
+    tables: Any = softmax.rotary
+    if len(tables) != 2 or width % 2 or not all(table.is_floating_point() for table in tables):
         return None
     draw = torch.Generator().manual_seed(0)
     states = torch.randn(1, 1, 3, width, generator=draw)
     cos, sin = (torch.randn(3, width // 2, generator=draw).repeat(1, 2) for _ in range(2))
-    found, swapped = rotary.turn(states, cos, sin), states.roll(width // 2, -1)
+    found, swapped = softmax.turn(states, cos, sin), states.roll(width // 2, -1)
     signs = torch.tensor([-1.0, 1.0]).repeat_interleave(width // 2)
     for name, signed in (("signed", sin), ("plain", sin * signs)):
         if torch.allclose(found, states * cos + swapped * signed, atol=1e-5):

@@ -159,24 +159,29 @@ class GridLayout(Layout):
     def next_window(self, new: Tensor, window: Tensor) -> Tensor:
         """The window of the next state from this call's tokens and the state's window, both `[batch, heads, …, dim]`; what
         is kept is put into it later."""
-        rows = torch.cat([window[:, :, : self.carried_to], new], 2) if self.carried_to else new
-        index = self.window.clamp(min=0)[:, None, :, None].expand(*rows.shape[:2], -1, rows.shape[3])
-        return rows.gather(2, index).masked_fill((self.window < 0)[:, None, :, None], 0)
+        return self._rows(new, window, self.window).transpose(1, 2)
 
     def sinks(self, new: Tensor, window: Tensor) -> Tensor:
         """The sinks that segments see whose window is beyond them, `[batch, segments or 1, S, heads, dim]`; arguments as of
         `next_window`."""
-        rows = torch.cat([window[:, :, : self.carried_to], new], 2) if self.carried_to else new
-        batch = torch.arange(self.batch, device=rows.device)[:, None, None]
-        # Advanced indices, whose gradient is summed in a fixed order
-        found = rows.transpose(1, 2)[batch, self.sink_rows.clamp(min=0)]
-        return found.masked_fill((self.sink_rows < 0)[..., None, None], 0)
+        return self._rows(new, window, self.sink_rows)
 
-    @property
-    def writes_all(self) -> bool:
-        """Whether all slots are `written`, which saves a pass over the keys: whole segments of plain rows."""
-        plain = self.source is None and self.skipped is None and not (self.local_segments or self.ahead)
-        return plain and self.carried + self.tokens == self.segments * self.segment_length
+    def _rows(self, new: Tensor, window: Tensor, index: Tensor) -> Tensor:
+        """The rows at `index` `[batch or 1, …]` of (the state's window up to `carried_to`, new tokens), `[batch, …, heads,
+        dim]`; zero at −1."""
+        rows = torch.cat([window[:, :, : self.carried_to], new], 2) if self.carried_to else new
+        batch = torch.arange(self.batch, device=rows.device).view(-1, *(1,) * (index.dim() - 1))
+        # Advanced indices, whose gradient is summed in a fixed order
+        return rows.transpose(1, 2)[batch, index.clamp(min=0)].masked_fill((index < 0)[..., None, None], 0)
+
+    def windows(self, new: Tensor, window: Tensor) -> Tensor:
+        """What the queries of each segment see, but for what is kept, `[batch, segments, heads, S + (w + 1) · slots, dim]`:
+        sinks, then the segments of the window, the oldest first. Arguments as of `next_window`."""
+        grid = pad(self.to_grid(new, window), (0,) * 6 + (self.local_segments, 0)).transpose(2, 3)
+        parts = [grid[:, shift : shift + self.segments] for shift in range(self.local_segments + 1)]
+        if self.sink_tokens:
+            parts.insert(0, self.sinks(new, window).expand(-1, self.segments, -1, -1, -1).transpose(2, 3))
+        return torch.cat(parts, 3)
 
     @property
     def query_places(self) -> slice:

@@ -18,8 +18,6 @@ from ..state import InfiniState
 from ..step import StepLayout, step_layout
 from .base import GridLayout, last_position, pad
 
-SegmentLayout = StepLayout | GridLayout
-
 
 def segment_layout(
     batch: int,
@@ -34,7 +32,7 @@ def segment_layout(
     memory_mask: Tensor | None = None,
     state: InfiniState | None = None,
     device: torch.device | None = None,
-) -> SegmentLayout:
+) -> StepLayout | GridLayout:
     """Lays out a call of `[batch, tokens]`.
 
     Args:
@@ -72,13 +70,15 @@ def segment_layout(
         real, memory_mask, restart = (None if mask is None or next(idle) else mask for mask in masks)
         restart = None if restart is None else ~restart
     if tokens == 1 and state is not None and restart is None:
-        return step_layout(batch, sizes, real, position_ids, memory_mask, state, read_back=not graph)
+        return step_layout(sizes, real, position_ids, memory_mask, state)
     seen = [0] if state is None else state.tokens_seen.tolist()
     if real is None and restart is None and len({*seen}) == 1:
         form = _plain_form(batch, tokens, window, seen[0], device)
     else:
         known = torch.zeros(batch, dtype=torch.long, device=device) if state is None else state.tokens_seen
-        form = _indexed_form(batch, tokens, window, real, restart, known, any(seen), device)
+        every = torch.ones(batch, tokens, dtype=torch.bool, device=device)
+        masks = every if real is None else real, ~every if restart is None else restart
+        form = _indexed_form(window, *masks, known, any(seen))
     before = torch.full_like(form["tokens_seen"], -1) if state is None else state.last_position
     last = last_position(tokens, real, position_ids, before)
     layout = GridLayout(**sizes, **form, batch=batch, tokens=tokens, begun=any(seen), last_position=last)
@@ -115,23 +115,11 @@ def _plain_form(
 
 
 def _indexed_form(
-    batch: int,
-    tokens: int,
-    window: tuple[int, int, int, int],
-    real: Tensor | None,
-    restart: Tensor | None,
-    seen: Tensor,
-    begun: bool,
-    device: torch.device | None,
+    window: tuple[int, int, int, int], real: Tensor, restart: Tensor, seen: Tensor, begun: bool
 ) -> dict[str, Any]:
-    """Fields of a [`GridLayout`] of any rows.
-
-    Args:
-        seen: `[batch]`, tokens of each row's document before the call; begun: whether it is any.
-    """
-    length, local, *ahead = window
-    real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if real is None else real
-    restart = torch.zeros(batch, tokens, dtype=torch.bool, device=device) if restart is None else restart
+    """Fields of a [`GridLayout`] of any rows; `seen`: `[batch]`, tokens of each row's document before the call; begun:
+    whether it is any."""
+    (length, local, *ahead), (batch, tokens), device = window, real.shape, real.device
     # Tokens of the window in the grid, and the grid segment that the next token of a continued document falls into
     carried, base = ((local + 1) * length, local) if begun else (0, 0)
     begin = seen.unsqueeze(1)

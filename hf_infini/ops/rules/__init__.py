@@ -1,11 +1,13 @@
-"""The update rules: how a segment is written into the memory. A rule is one file, and its name in `options.UPDATE_RULES`."""
+"""The update rules: how a segment is written into the memory. The first is [`MemoryRule`] itself; another one is a file, and
+its name in `options.UPDATE_RULES`."""
 
 from importlib import import_module
 
 from ...options import UPDATE_RULES
 from ..memory import MemoryRule
 
-RULES: dict[str, type[MemoryRule]] = {name: import_module(f"{__name__}.{name}").Rule for name in UPDATE_RULES}
+RULES: dict[str, type[MemoryRule]] = {MemoryRule.update_rule: MemoryRule}
+RULES |= {name: import_module(f"{__name__}.{name}").Rule for name in UPDATE_RULES[1:]}
 
 
 def memory_rule(update_rule: str, **options) -> MemoryRule:
