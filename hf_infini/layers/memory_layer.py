@@ -198,9 +198,12 @@ class MemoryLayerMixin(nn.Module):
         if taps:
             if recent is None:
                 recent = hidden_states.new_zeros(hidden_states.shape[0], taps - 1, hidden_states.shape[2])
-            recent = recent if exchange is None else exchange.received_inputs(hidden_states, recent)
+            if exchange is not None:
+                [recent] = exchange.received((self.layer_idx, "inputs"), [recent], hidden_states)
             added, recent = short_convolution(hidden_states, self.memory_conv, layout, recent)
             hidden_states = hidden_states + added
+            if exchange is not None:
+                hidden_states = exchange.passed_on((self.layer_idx, "inputs"), hidden_states, [recent])
 
         def attend_with_memory(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions):
             tokens = Projections(query, key, value, self.log_weight(hidden_states), self.learned_score(hidden_states))
@@ -212,7 +215,7 @@ class MemoryLayerMixin(nn.Module):
             elif torch.is_grad_enabled():  # the weights may be others than when the state was made, and its graph gone
                 before = replace(before, **self.start())
             if exchange is not None:
-                before, tokens = exchange.received(before, tokens, layout, rule, options)
+                before = exchange.received_state(self.layer_idx, before, tokens, self.parameters())
             call = AttentionCall(
                 tokens,
                 self.gate(),
@@ -222,9 +225,10 @@ class MemoryLayerMixin(nn.Module):
                 before,
                 return_state=cached is not None,
                 in_place=not torch.is_grad_enabled(),
-                scored=exchange is not None,
             )
             output, after, weights = attend(call)
+            if exchange is not None:
+                output = exchange.passed_on_state(self.layer_idx, output, after)
             if cached is not None and after is not None:
                 cached.left.append(replace(after, recent_inputs=recent))
             return output, weights if infini.return_weights else None

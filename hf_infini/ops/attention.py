@@ -142,7 +142,7 @@ def attend(call: AttentionCall) -> Attended:
     own last.
     """
     tokens, layout, rule = call.tokens, call.layout, call.rule
-    if layout.kept_tokens and not call.scored:
+    if layout.kept_tokens:
         tokens = tokens._replace(score=first_scores(rule.keep_score, tokens.key, tokens.score))
     call = call._replace(tokens=tokens, state=call.state.checked_for(tokens, layout.places, rule.normalised))
     forced = _forced[-1] if _forced else None
@@ -151,11 +151,11 @@ def attend(call: AttentionCall) -> Attended:
 
 def attend_grid(call: AttentionCall) -> Attended:
     """[`attend`] for any call but one of a token per row."""
-    tokens, gate, layout, rule, softmax, state, return_state, _, scored = call
+    tokens, gate, layout, rule, softmax, state, return_state, _ = call
     local_segments, sinks, kv_heads, width = layout.local_segments, layout.sink_tokens, *tokens.key.shape[1::2]
     keeping = None
     if layout.most_kept or (layout.kept_tokens and return_state):
-        keeping = KeptInGrid(tokens, layout, rule, state, scored)
+        keeping = KeptInGrid(tokens, layout, rule, state)
     all_queries = layout.to_grid(tokens.query, None)
     # Keys, values and log weights; what leaves the windows of a group, w segments later, is what the memory takes in
     given = zip(tokens[1:4], state.windows(), strict=False)

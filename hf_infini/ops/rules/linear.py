@@ -7,7 +7,6 @@ class Rule(MemoryRule):
     """A segment's values are added to the memory."""
 
     update_rule = "linear"
-    additive = True
 
     def states(self, written, memory, normaliser, start=None, continues=None):
         features, value, _ = written
