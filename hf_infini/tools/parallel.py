@@ -242,13 +242,13 @@ class ShardCache(InfiniCache):
 
         state = state.map_windows(as_after, tokens._replace(score=None))
         state = state if self.layout_before is None else state.after(self.layout_before)
-        names, parts = zip(*_of_layer(state), strict=True)
-        parts = self.received((layer, "state"), parts, *tokens, *parameters)
-        return replace(state, **dict(zip(names, parts, strict=True)))
+        own = _of_layer(state)
+        parts = self.received((layer, "state"), [*own.values()], *tokens, *parameters)
+        return replace(state, **dict(zip(own, parts, strict=True)))
 
     def passed_on_state(self, layer: int, output: Tensor, state: InfiniState) -> Tensor:
         """The `output` of a layer's attention, after which its state is this."""
-        return self.passed_on((layer, "state"), output, [part for _, part in _of_layer(state)])
+        return self.passed_on((layer, "state"), output, [*_of_layer(state).values()])
 
     def received(self, name: Hashable, parts: Sequence[Tensor], *sources: Tensor | None) -> Sequence[Tensor]:
         """What the rank before has passed on by this name, in the place of such `parts`; the same again where gradient
@@ -316,5 +316,5 @@ def transfer(operation: Callable, parts: Sequence[Tensor], rank: int, group) -> 
         work.wait()
 
 
-def _of_layer(state: InfiniState) -> list[tuple[str, Tensor]]:
-    return [(name, part) for name in OF_LAYER if (part := getattr(state, name)) is not None]
+def _of_layer(state: InfiniState) -> dict[str, Tensor]:
+    return {name: part for name, part in state.tensors().items() if name in OF_LAYER}

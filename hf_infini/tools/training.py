@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import Cache, Trainer
 
 from ..compat.cache_name import CACHE
-from ..layers.memory_layer import gates_of
+from ..layers.memory_layer import gates_of, memory_layers
 from ..ops.checks import check_kinds
 from .metrics import stream_losses, summarize
 from .parallel import check_shards, shard_rows
@@ -34,8 +34,7 @@ def parameter_groups(
         "gates": {"params": [], "lr": gate_learning_rate, "weight_decay": 0.0},
     }
     gates = {parameter for gate in gates_of(model).values() for parameter in gate.parameters()}
-    attention = [module for module in model.modules() if hasattr(type(module), "add_memory_parameters")]
-    own = {parameter for module in attention for parameter in module.parameters(recurse=False)}
+    own = {parameter for layer in memory_layers(model).values() for parameter in layer.parameters(recurse=False)}
     for parameter in model.parameters():
         if parameter in gates:
             kind = "gates"

@@ -128,6 +128,10 @@ def differences(seeds: range, dtype: torch.dtype) -> list[tuple[int, str, float]
         tokens = draw.randint(2 * size, 4 * model.config.window[0] * size)
         before = draw.choice([0, draw.randint(1, 3 * model.config.window[0] * size)])
         rows = rows_of(draw, before + tokens, before > 0)
+        if draw.random() < 0.3:  # of some layers or states nothing has a gradient, on any rank
+            trained = draw.choice([("gate",), ("o_proj", "c_proj", "out_proj"), ("q_proj", "W_query", "h.1.attn.c_attn")])
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(any(part in name for part in trained))
         if distributed.get_rank() >= size:
             continue
         first, batch = ({name: part[:, cut] for name, part in rows.items()} for cut in (slice(before), slice(before, None)))
