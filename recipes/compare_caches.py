@@ -3,6 +3,7 @@ r"""What a bounded cache costs a pretrained model: all tokens, a window with sin
     python recipes/compare_caches.py --model smollm2 --adapter model_cards/smollm2 --data data/en --out runs/nats_en
     python recipes/compare_caches.py --model smollm2 --adapter model_cards/smollm2 --data data/en --task passkey \
         --language en --caches 512 1024 --lengths 2048 4096 8192 --out runs/passkeys_en
+    python recipes/compare_caches.py --model runs/infini --attribute --data data/quickstart --out runs/infini/parts
 
 The contestants (--ways) have the same weights, the same sinks and, but for plain, the same number of tokens in the cache of
 each key/value head (--caches): sinks, kept tokens and window together.
@@ -17,12 +18,18 @@ StreamingLLM, SnapKV, KeyDiff, ExpectedAttention
             presses of kvpress (passkey only): they read the whole prompt with a growing cache, then leave so many tokens;
             with " blind" after the name they compress before they have seen the question, as all others here do.
 
-No memory is read: all gates are closed. perplexity: nats a token from position --count_from on in rows of --length tokens,
+Of these none reads a memory: all gates are closed. --attribute asks a model that has a memory, of any family, what it owes
+to which part (a converted model may live on its window only, however good its loss): it is compared as it is, with the
+memory off, without kept tokens (they go into the memory), with the window only, and with a longer window that takes as many
+bytes as window, kept tokens and memory together, in 16 bits as models are served, the memory in 32.
+
+perplexity: nats a token from position --count_from on in rows of --length tokens,
 and which share of the gap between the smallest window and plain is closed. passkey and facts: as in evaluate_model.py.
 Stopped and started again with the same command, it goes on after the last finished contestant. Writes OUT.json, OUT.png, and
 the table on standard output.
 """
 
+import functools
 import sys
 import time
 from dataclasses import dataclass, field
@@ -38,12 +45,14 @@ PRESSES = [f"{press}{end}" for press in ("StreamingLLM", "SnapKV", "KeyDiff", "E
 
 @dataclass
 class Options:
-    model: str = field(metadata={"help": "Plain model: a folder or a name on the Hub.", "group": "model"})
+    model: str = field(metadata={"help": "Folder or name on the Hub, of a plain model unless with --attribute.",
+                                 "group": "model"})  # fmt: skip
     out: str = field(metadata={"help": "Files to write, without suffix.", "group": "output"})
-    adapter: str | None = option(None, "Adapter with the scores of the ways learned and half: folder or Hub name.",
-                                 group="model")  # fmt: skip
+    adapter: str | None = option(None, "Adapter with the scores of the ways learned and half, or, with --attribute, the "
+                                 "memory of a plain model: folder or Hub name.", group="model")  # fmt: skip
     task: Literal["perplexity", "passkey", "facts"] = option("perplexity", "What to measure.", group="measurement")
     ways: list[str] = option(["plain", "window", "attention"], "What is compared.", choices=[*OWN, *PRESSES])
+    attribute: bool = option(False, "Compare the parts of --model, which has a memory or gets one with --adapter.")
     caches: list[int] = option([512], "Tokens in the cache of each key/value head, several one after the other.",
                                at_least=16)  # fmt: skip
     data: str | None = option(None, "Folder made by recipes/prepare.py, whose held-out documents are read. Or --text.",
@@ -75,7 +84,7 @@ class Options:
 @exit_on_error(when_stopped="finished contestants are kept; the same command goes on from them")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
-    contestants = contestants_of(options)
+    check_options(options)
     if options.adapter is not None:
         check_name("--adapter", options.adapter)
 
@@ -83,13 +92,14 @@ def main(argv: list[str] | None = None) -> None:
 
     from evaluation import caches, inference, presses
     from evaluation.texts import read_texts
-    from plots.caches import plot_nats, plot_shares
+    from plots.caches import plot_nats, plot_parts, plot_shares
     from recall.tasks import Runner, run_cells
     from support import measurement
     from support.stages import check_place, new_file, state_of_files, write_json
 
     check_place(Path(f"{options.out}.json"), {"options": dict, "contestants": list}, [Path(f"{options.out}.png")])
-    model, tokenizer = inference.load_model(options.model, options.device)
+    model, tokenizer = inference.load_model(options.model, options.device, options.adapter if options.attribute else None)
+    contestants = caches.parts_of(model.config) if options.attribute else contestants_of(options)
     texts = read_texts(options) if options.source else None
     read = [path for path in (options.model, options.adapter, options.text) if path is not None and Path(path).exists()]
     identity = {**vars(options), "out": None, "files": [state_of_files(path) for path in read]}
@@ -102,7 +112,8 @@ def main(argv: list[str] | None = None) -> None:
         if model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        with caches.bounded(model, options.adapter, **cell):
+        part = caches.with_part if options.attribute else functools.partial(caches.bounded, adapter=options.adapter)
+        with part(model, **cell):
             found = measure(inner, texts)
         inner.file.unlink(missing_ok=True)
         return {**found, "seconds": round(time.perf_counter() - started, 1), **measurement.peak_memory()}
@@ -115,14 +126,18 @@ def main(argv: list[str] | None = None) -> None:
     print(caches.nats_table(found) if options.task == "perplexity" else caches.shares_table(found))
     subtitle = f"{Path(options.model).name}; {Path(options.source).name if options.source else 'invented text'}"
     with new_file(Path(f"{options.out}.png")) as picture:  # both files are new, or none is
-        (plot_nats if options.task == "perplexity" else plot_shares)(found, picture, subtitle)
+        plot = plot_parts if options.attribute else plot_nats
+        (plot if options.task == "perplexity" else plot_shares)(found, picture, subtitle)
         write_json(Path(f"{options.out}.json"), result)
     runner.file.unlink(missing_ok=True)
     print(f"{options.out}.json, {options.out}.png", file=sys.stderr)
 
 
-def contestants_of(options: Options) -> list[dict]:
-    """`way` and `cache` (tokens a head, `None` for plain) of each; UserError for options that do not go together."""
+def check_options(options: Options) -> None:
+    """UserError for options that do not go together."""
+    for name in ("ways", "caches") if options.attribute else ():
+        if getattr(options, name) != getattr(Options(model="", out=""), name):
+            raise UserError(f"--attribute compares the parts of the model as it is: leave out --{name}")
     learned = [way for way in options.ways if way in ("learned", "half")]
     if learned and options.adapter is None:
         raise UserError(f"--ways {' '.join(learned)}: give the --adapter that has their scores")
@@ -139,6 +154,10 @@ def contestants_of(options: Options) -> list[dict]:
         raise UserError("give at most one of --data and --text")
     if options.task != "passkey" and (presses := [way for way in options.ways if way in PRESSES]):
         raise UserError(f"--ways {' '.join(presses)}: kvpress is compared by --task passkey only")
+
+
+def contestants_of(options: Options) -> list[dict]:
+    """`way` and `cache` (tokens a head, `None` for plain) of each."""
     found = [{"way": "plain", "cache": None}] if "plain" in options.ways else []
     return found + [{"way": way, "cache": size} for size in options.caches for way in options.ways if way != "plain"]
 

@@ -5,20 +5,19 @@ memory gives the output of its own attention over the whole row, and the model c
 """
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from hf_infini.layers.memory_layer import InfiniAttentionMixin, SharedInputs
 from hf_infini.models.structure import attention_layers, decoder_of
 
 
 @contextlib.contextmanager
-def full_attention(model, tokens: int, layers: Collection[int] | None = None) -> Iterator[None]:
+def full_attention(model, tokens: int) -> Iterator[None]:
     """Within it, the model computes what the plain one does, on whole rows without padding or packing.
 
     Args:
-        model: with Infini-attention, perhaps inside PEFT's or another wrapper.
+        model: with Infini-attention, perhaps inside another wrapper.
         tokens: of the longest row.
-        layers: numbers of those that attend to everything, the others as they are. `None`: all.
     """
     # A window's first place is taken by nothing
     in_one_window = {"infini": SharedInputs(None, None, decoder_of(model).rotary_tables(tokens + 1))}
@@ -28,6 +27,6 @@ def full_attention(model, tokens: int, layers: Collection[int] | None = None) ->
 
     with contextlib.ExitStack() as handles:
         for layer in attention_layers(decoder_of(model)):
-            if isinstance(layer, InfiniAttentionMixin) and (layers is None or layer.layer_idx in layers):
+            if isinstance(layer, InfiniAttentionMixin):
                 handles.callback(layer.register_forward_pre_hook(attend_to_everything, with_kwargs=True).remove)
         yield

@@ -1,20 +1,23 @@
 """Contestants of recipes/compare_caches.py: one model with caches of equal size, what each predicts and recalls."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterator
 
 import torch
 
 from cli import UserError
-from hf_infini import patch_model, unpatch_model
+from hf_infini import cache_bytes, patch_model, unpatch_model
 from hf_infini.layers.memory_layer import memory_layers
 from hf_infini.models.adapter import restore_adapter
+from hf_infini.models.structure import decoder_of
+from hf_infini.options import key_heads
 from recall import tasks
 from support.markdown import markdown_table
 
 from .bootstrap import difference_interval, mean_interval
-from .inference import check_length
+from .inference import check_length, gates_closed
 from .perplexity import text_rows
 from .texts import generated_texts
 
@@ -31,11 +34,17 @@ def memory_options(way: str, cache: int) -> dict:
     """
     options, room = {"sink_tokens": SINKS, "gate_init": CLOSED}, cache - SINKS
     if way == "window":
-        length = max(size for size in range(SINKS + 1, LONGEST_SEGMENT + 1) if room % size == 0 or size == SINKS + 1)
-        return options | {"segment_length": length, "local_segments": room // length - 1}
+        return options | window_of(room, SINKS + 1, LONGEST_SEGMENT)
     length = min(LARGEST_WINDOW, cache // 2) // 2
     options |= {"segment_length": length, "local_segments": 1, "kept_tokens": room - 2 * length}
     return options | {"keep_score": "learned" if way == "random" else way}
+
+
+def window_of(tokens: int, shortest: int, longest: int) -> dict:
+    """Segments of a window of as many tokens as fit, at most `tokens`: of those that fill it best the longest."""
+    longest = min(longest, tokens)
+    length = min(range(max(shortest, longest // 2), longest + 1), key=lambda size: (tokens % size, -size))
+    return {"segment_length": length, "local_segments": tokens // length - 1}
 
 
 @contextlib.contextmanager
@@ -70,6 +79,50 @@ def bounded(model, adapter: str | None, way: str, cache: int | None) -> Iterator
         for layer in memory_layers(model).values():
             vars(layer).pop("learned_score", None)
         unpatch_model(model)
+
+
+# --- the parts of a model with a memory -------------------------------------------------------------------------------
+
+WHOLE, NO_MEMORY, NO_KEPT = "as it is", "memory off", "no kept tokens"
+ONLY_WINDOW, LONGER_WINDOW = "window only", "window of equal bytes"
+
+
+def parts_of(config) -> list[dict]:
+    """`way` and `cache` (`None`) of each contestant that a model with such a configuration has; UserError where it has no
+    memory."""
+    config = config.get_text_config(decoder=True)
+    if not getattr(config, "infini_layers", ()):
+        raise UserError("--attribute: --model has no memory; give one that has, or the --adapter that gives it one")
+    ways = [WHOLE, NO_MEMORY, *([NO_KEPT, ONLY_WINDOW] if config.kept_tokens else []), LONGER_WINDOW]
+    return [{"way": way, "cache": None} for way in ways]
+
+
+@contextlib.contextmanager
+def with_part(model, way: str, cache: None) -> Iterator[None]:
+    """Within it, a model with a memory has only this part of it."""
+    config, changes = decoder_of(model).config, {}
+    if way in (NO_KEPT, ONLY_WINDOW, LONGER_WINDOW):
+        changes = {"kept_tokens": 0, "keep_score": "attention"}
+    if way == LONGER_WINDOW:
+        changes |= {"n_segments": None, **window_of_equal_bytes(config)}
+    before = {name: getattr(config, name) for name in changes}
+    with contextlib.ExitStack() as stack:
+        if way in (NO_MEMORY, ONLY_WINDOW, LONGER_WINDOW):
+            stack.enter_context(gates_closed(model))
+        for name, value in before.items():
+            stack.callback(setattr, config, name, value)
+            setattr(config, name, changes[name])
+        yield
+
+
+def window_of_equal_bytes(config) -> dict:
+    """Segments of a window that takes as many bytes as all that a configuration's layers hold of a sequence, with keys and
+    values of 16 bits."""
+    config = copy.deepcopy(config)
+    config.dtype = torch.bfloat16
+    heads, width = key_heads(config)
+    tokens = cache_bytes(config) // len(config.infini_layers) // (2 * heads * width * config.dtype.itemsize)
+    return window_of(tokens - config.sink_tokens, config.sink_tokens + 1, config.tokens_per_segment)
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------
@@ -147,10 +200,10 @@ def nats_table(contestants: list[dict]) -> str:
         places = [sum(each["by_position"][begin]) / len(each["beyond"]) / each["counts"][begin] for begin in begins]
         rows.append([
             name_of(each), f"{mean.value:.3f} ({mean.low:.3f} to {mean.high:.3f})",
-            f"{above.value:+.3f} ({above.low:+.3f} to {above.high:+.3f})", "" if closed is None else f"{closed:.0%}",
+            f"{above.value:+.3f} ({above.low:+.3f} to {above.high:+.3f})", *([] if closed is None else [f"{closed:.0%}"]),
             *(f"{place:.3f}" for place in places),
         ])  # fmt: skip
-    header = ["tokens in the cache", "nats", f"above {name_of(first)}", "gap closed"]
+    header = [_first_column(first), "nats", f"above {name_of(first)}", *([] if closed is None else ["gap closed"])]
     header += [f"from {int(begin):,}" for begin in begins]
     return markdown_table(header, rows, left=1)
 
@@ -159,7 +212,11 @@ def shares_table(contestants: list[dict]) -> str:
     """Right answers by length (all depths together) or distance, with 95 % intervals."""
     rows = [[name_of(each), *(_share(cell) for cell in pooled(each["cells"]))] for each in contestants]
     places = [f"{place:,}" for place in (cell["place"] for cell in pooled(contestants[0]["cells"]))]
-    return markdown_table(["tokens in the cache", *places], rows, left=1)
+    return markdown_table([_first_column(contestants[0]), *places], rows, left=1)
+
+
+def _first_column(contestant: dict) -> str:
+    return "the model" if contestant["way"] == WHOLE else "tokens in the cache"
 
 
 def pooled(cells: list[dict]) -> list[dict]:

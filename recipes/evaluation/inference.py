@@ -1,5 +1,8 @@
 """Loading a trained model for evaluation and generation, and how long its inputs may be."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from cli import UserError, one_line
@@ -95,3 +98,17 @@ def switch_memory_off(model) -> None:
     with torch.no_grad():
         for gate in gates:
             gate.fill_(-torch.inf)
+
+
+@contextlib.contextmanager
+def gates_closed(model) -> Iterator[None]:
+    """Within it, a model has its window only: no head takes anything from its memory."""
+    gates = [parameter for gate in gates_of(model).values() for parameter in gate.parameters()]
+    before = [parameter.detach().clone() for parameter in gates]
+    switch_memory_off(model)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for gate, value in zip(gates, before, strict=True):
+                gate.copy_(value)

@@ -29,6 +29,22 @@ def plot_nats(contestants: list[dict], file: Path, subtitle: str) -> None:
     style.save(figure, file)
 
 
+def plot_parts(contestants: list[dict], file: Path, subtitle: str) -> None:
+    """How many nats a token each contestant is above the first, with paired 95 % intervals."""
+    what = f"{subtitle}; {len(contestants[0]['beyond'])} rows; {contestants[0]['way']}: "
+    summaries = summarize_nats(contestants)
+    what += f"{summaries[0]['mean'].value:.3f} nats a token\n95 % intervals of the difference to it"
+    figure, axes = style.new_figure("What a model owes to its parts", what)
+    for place, found in enumerate(summaries[1:]):
+        above = found["above"]
+        spread = [[above.value - above.low], [above.high - above.value]]
+        axes.errorbar(above.value, place, xerr=spread, color=style.style_of(0)["color"], capsize=4, fmt="o")
+    axes.axvline(0, color=style.GREY, linestyle="--", marker="none")
+    axes.set_yticks(range(len(contestants) - 1), [each["way"] for each in contestants[1:]])
+    axes.set(ylim=(len(contestants) - 1.5, -0.5), xlabel=f"nats per token above “{contestants[0]['way']}”")
+    style.save(figure, file)
+
+
 def plot_shares(contestants: list[dict], file: Path, subtitle: str) -> None:
     """The share of right answers by length or distance, a panel for each size of the cache, with 95 % intervals."""
     from matplotlib.ticker import PercentFormatter

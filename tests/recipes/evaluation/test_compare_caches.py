@@ -10,6 +10,7 @@ from corpora.tokenization import build_character_tokenizer
 from decoders import decoder
 from evaluation import caches, presses
 from hf_infini import patch_model, save_adapter, unpatch_model
+from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from recall import tasks
 from running import load_recipe
 
@@ -126,6 +127,37 @@ def test_a_way_that_is_not_possible_is_named_and_the_others_are_shown(folder, tm
     assert window["beyond"] == same["beyond"]
 
 
+def test_a_part_of_a_model_is_the_model_that_never_had_the_others(folder, tmp_path, capsys):
+    tokenizer = load_tokenizer(folder / "model")
+    kept = {"kept_tokens": 6, "keep_score": "half"}
+    window = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
+
+    def parts(**options) -> dict[str, list[float]]:
+        model = patch_model(decoder("llama", vocab_size=len(tokenizer)), feature_map="exp", **window | options)
+        for layer in caches.memory_layers(model).values():
+            if hasattr(layer, "keep_weight"):
+                torch.nn.init.normal_(layer.keep_weight, generator=torch.Generator().manual_seed(1))
+        model.save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        given = ["--model", tmp_path / "model", "--attribute"]
+        given += ["--text", folder / "text.txt", "--device", "cpu", "--out", tmp_path / "parts"]
+        compare_caches.main([*map(str, given), *map(str, NATS)])
+        found = json.loads((tmp_path / "parts.json").read_text(encoding="utf-8"))["contestants"]
+        return {each["way"]: each["beyond"] for each in found}
+
+    found = parts(**kept)
+    out = capsys.readouterr().out
+    assert "| no kept tokens" in out and "gap closed" not in out and (tmp_path / "parts.png").stat().st_size > 1000
+    assert len({tuple(losses) for losses in found.values()}) == 5
+    longer = caches.window_of_equal_bytes(load_causal_lm(tmp_path / "model").config)
+    # With heads 8 wide a memory in float32 takes as many bytes as 9 keys and values of 16 bits, and scores some more
+    assert 24 + 9 < 2 + longer["segment_length"] * (longer["local_segments"] + 1) <= 24 + 9 + 8
+    closed = {"gate_init": -1000.0}
+    for way, options in {"memory off": kept | closed, "no kept tokens": {}, "window only": closed}.items():
+        assert found[way] == parts(**options)["as it is"], way
+    assert found["window of equal bytes"] == parts(**closed, **longer)["as it is"]
+
+
 def test_bad_options(folder, tmp_path, capsys):
     argv = [*map(str, ("--model", folder / "model", "--text", folder / "text.txt", "--out", tmp_path / "bad"))]
     for options, message in [
@@ -134,6 +166,8 @@ def test_bad_options(folder, tmp_path, capsys):
         (["--ways", "SnapKV"], "--task passkey only"),
         (["--ways", "window", "--length", "9000", "--rows", "2"], "no row of --length 9,000"),
         (["--caches", "64", "64", "--ways", "window"], "name each once"),
+        (["--attribute"], "--model has no memory"),
+        (["--attribute", "--caches", "64"], "leave out --caches"),
     ]:
         refused(compare_caches.main, [*argv, "--device", "cpu", *options], capsys, message)
     refused(
