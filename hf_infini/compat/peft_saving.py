@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 
 class UnsavedMemoryWarning(UserWarning):
@@ -25,13 +25,11 @@ def with_saving(config, then: Callable):
     return found
 
 
-def warn_of_unsaved(names: Collection[str], folder) -> None:
-    """UnsavedMemoryWarning unless there are no `names` of parameters that are in no file."""
-    if names:
-        warnings.warn(
-            f"PEFT has saved an adapter in {folder} without the memory that the model has beside it: "
-            f"{', '.join(sorted(names))} are in no file. Save both with hf_infini.save_adapter(model, folder), or make the "
-            "configuration with hf_infini.lora_config(model).",
-            UnsavedMemoryWarning,
-            stacklevel=5,
-        )
+def warn_of_unsaved(folder) -> None:
+    """Warns that an adapter is in this folder, and the memory beside it is not."""
+    warnings.warn(
+        f"PEFT has saved an adapter in {folder} without the memory that the model has beside it. Save both with "
+        "hf_infini.save_adapter(model, folder), or make the configuration with hf_infini.lora_config(model).",
+        UnsavedMemoryWarning,
+        stacklevel=4,
+    )

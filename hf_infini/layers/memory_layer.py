@@ -184,9 +184,12 @@ class MemoryLayerMixin(nn.Module):
         if taps:
             if recent is None:
                 recent = hidden_states.new_zeros(hidden_states.shape[0], taps - 1, hidden_states.shape[2])
-            recent = recent if exchange is None else exchange.received_inputs(hidden_states, recent)
+            if exchange is not None:
+                [recent] = exchange.received((self.layer_idx, "inputs"), [recent], hidden_states)
             added, recent = short_convolution(hidden_states, self.memory_conv, layout, recent)
             hidden_states = hidden_states + added
+            if exchange is not None:
+                hidden_states = exchange.passed_on((self.layer_idx, "inputs"), hidden_states, [recent])
 
         def attend_with_memory(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions):
             tokens = Projections(query, key, value, self.log_weight(hidden_states), self.learned_score(hidden_states))
@@ -197,10 +200,11 @@ class MemoryLayerMixin(nn.Module):
             elif torch.is_grad_enabled():  # the weights may be others than when the state was made, and its graph gone
                 before = replace(before, **self.start())
             if exchange is not None:
-                before, tokens = exchange.received(before, tokens, layout, rule, options)
-            wanted = {"return_state": cached is not None, "scored": exchange is not None}
-            wanted["in_place"] = not torch.is_grad_enabled()
+                before = exchange.received_state(self.layer_idx, before, tokens, self.parameters())
+            wanted = {"return_state": cached is not None, "in_place": not torch.is_grad_enabled()}
             output, after, weights = attend(AttentionCall(tokens, self.gate(), layout, rule, options, before, **wanted))
+            if exchange is not None:
+                output = exchange.passed_on_state(self.layer_idx, output, after)
             if cached is not None and after is not None:
                 cached.left.append(replace(after, recent_inputs=recent))
             return output, weights if infini.return_weights else None

@@ -17,14 +17,7 @@ from ..compat.execution_device import device_of
 from ..compat.hub_code import HubCodeMixin, ModelBase
 from ..compat.peft_saving import warn_of_unsaved, with_saving
 from ..compat.swap_class import swap_class
-from ..layers.memory_layer import (
-    PARAMETERS,
-    TEST_TOKENS,
-    InfiniAttentionMixin,
-    SharedInputs,
-    memory_layers,
-    pass_on,
-)
+from ..layers.memory_layer import TEST_TOKENS, InfiniAttentionMixin, SharedInputs, pass_on
 from ..ops.checks import check_shapes
 from ..ops.layout.base import Layout
 from ..ops.layout.build import segment_layout
@@ -89,23 +82,12 @@ class InfiniPreTrainedMixin(SavedModelMixin):
                     attention.hook = layer.register_forward_pre_hook(pass_on, with_kwargs=True)
 
     def __setattr__(self, name: str, value) -> None:
-        """As usual. `peft_config` is what PEFT sets on a model that it has wrapped: its configurations."""
+        """As usual. `peft_config` is what PEFT sets on a model that it has wrapped: its configurations, by which the adapter
+        is put on a model of this one's name, perhaps the plain one."""
         super().__setattr__(name, value)
-        if name == "peft_config":
+        if name == "peft_config" and hasattr(self, "_base_is_plain"):
             for adapter, config in value.items():
-                value[adapter] = with_saving(config, lambda folder: warn_of_unsaved(self._unsaved_memory(), folder))
-
-    def _unsaved_memory(self) -> set[str]:
-        """The parameters of the memory that are in no file when PEFT has saved its own: it has copied none of them, and they
-        are trained, or the model's name is that of the plain one."""
-        found = set()
-        for layer_name, layer in memory_layers(self).items():
-            for name, parameter in layer.named_parameters():
-                own, path = name.partition(".")[0], f"{layer_name}.{name}".split(".")
-                copied = "modules_to_save" in path or "original_module" in path
-                if own in PARAMETERS and not copied and (parameter.requires_grad or hasattr(self, "_base_is_plain")):
-                    found.add(own)
-        return found
+                value[adapter] = with_saving(config, warn_of_unsaved)
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):

@@ -145,7 +145,7 @@ def attend(call: AttentionCall) -> Attended:
     own last.
     """
     tokens, layout, rule = call.tokens, call.layout, call.rule
-    if layout.kept_tokens and not call.scored:
+    if layout.kept_tokens:
         tokens = tokens._replace(score=first_scores(rule.keep_score, tokens.key, tokens.score))
     call = call._replace(tokens=tokens, state=call.state.checked_for(tokens, layout.places, rule.normalised))
     forced = _forced[-1] if _forced else None
@@ -154,10 +154,10 @@ def attend(call: AttentionCall) -> Attended:
 
 def attend_grid(call: AttentionCall) -> Attended:
     """[`attend`] for any call but one of a token per row."""
-    tokens, gate, layout, rule, softmax, state, return_state, _, scored = call
+    tokens, gate, layout, rule, softmax, state, return_state, _ = call
     sinks, keeping = layout.sink_tokens, None
     if layout.most_kept or (layout.kept_tokens and return_state):
-        keeping = KeptInGrid(tokens, layout, rule, state, scored)
+        keeping = KeptInGrid(tokens, layout, rule, state)
     size = _group_size(layout, tokens.key)
     queries_of = layout.to_grid(tokens.query, None).transpose(2, 3).split(size, 1)
     pairs: Any = zip(tokens[1:4], state.windows(), strict=False)  # of keys, values and log weights

@@ -149,10 +149,8 @@ class KeptInGrid:
         sees: whether what is seen still counts for them.
     """
 
-    def __init__(
-        self, tokens: Projections, layout: GridLayout, rule: MemoryRule, state: InfiniState, scored: bool = False
-    ):
-        self.layout, self.rule, self.sees = layout, rule, "attention" in KEEP_SCORES[rule.keep_score] and not scored
+    def __init__(self, tokens: Projections, layout: GridLayout, rule: MemoryRule, state: InfiniState):
+        self.layout, self.rule, self.sees = layout, rule, "attention" in KEEP_SCORES[rule.keep_score]
         self.kept = Kept.of_state(state, layout)
         self.kept = self.kept._replace(score=self.kept.score.detach())
         new: Any = tokens.score
@@ -180,14 +178,6 @@ class KeptInGrid:
         new = Kept(*leaving, scores, position)
         seen, self.kept, evicted = keep_best(self.kept, new, written, self.rule.keep_score, layout, documents)
         return seen, evicted
-
-    def choose_all(self, leaving: Sequence[Any]) -> Kept:
-        """What all segments evict; arguments as of `choose`."""
-        size, found = choosable_segments(self.layout, leaving[0]), []
-        for begin in range(0, self.layout.segments, size):
-            part = [None if tokens is None else tokens[:, begin : begin + size] for tokens in leaving]
-            found.append(self.choose(part, begin, min(begin + size, self.layout.segments))[1])
-        return found[0].map(lambda *parts: torch.cat(parts, 1), *found[1:])
 
     def scored(self, tokens: Projections, state: InfiniState) -> tuple[Projections, InfiniState]:
         """The call's tokens, and the state's window, with what they have received."""

@@ -72,7 +72,6 @@ class MemoryRule:
         update_rule: its name, that of its file in rules/.
         normalised: whether its memory has a normaliser; otherwise the width of z is 0.
         rates: numbers in a token's log weight.
-        additive: whether what is written does not depend on the memory: M ← M + B, z ← z + b. Otherwise M ← A M + B.
         not_with: values of other options that mean nothing with it: by name, the value and the reason.
 
     Raises:
@@ -89,7 +88,6 @@ class MemoryRule:
     update_rule: ClassVar[str] = "linear"
     normalised: ClassVar[bool] = True
     rates: ClassVar[int] = 1
-    additive: ClassVar[bool] = True
     not_with: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def __post_init__(self):

@@ -4,13 +4,12 @@
 | --- | --- | --- | --- |
 | `sinusoidal_encoding` | sin(t / 10000^(2i/d)), cos(t / 10000^(2i/d)) | embeddings | Vaswani et al. 2017, section 3.5 |
 | `relative_key_bias` | q_i · a_ij, with a_ij = w[min(i − j, k)] | scores | Shaw et al. 2018, section 3.2 and equation 4 |
-| `t5_buckets` | exact up to half of the buckets, logarithmic beyond | scores | Raffel et al. 2020, section 2.1 |
 | `alibi_bias` | −m_h (i − j), m_h = 2^(−8h/H) | scores | Press et al. 2022, section 3 |
 | `rotate` | pairs of numbers turned by the angle t · θ^(−2i/d) | queries, keys | Su et al. 2021, equation 34 |
 
-A learned position is a row of an embedding (Gehring et al. 2017) and needs no function. `distance` is everywhere the
-query's place minus the key's, in tokens: `[query, key]` int64, 0 for the token itself; what it is for later keys (negative)
-does not matter, since causal attention masks them.
+A learned position is a row of an embedding (Gehring et al. 2017) and needs no function; T5's buckets of distances (Raffel et
+al. 2020) are transformers' own. `distance` is everywhere the query's place minus the key's, in tokens: `[query, key]` int64,
+0 for the token itself; what it is for later keys (negative) does not matter, since causal attention masks them.
 """
 
 import math
@@ -44,23 +43,6 @@ def relative_key_bias(query: Tensor, table: Tensor, distance: Tensor) -> Tensor:
     products = query @ table.to(query.dtype).T  # [batch, heads, query, max_distance + 1]
     index = distance.clamp(0, table.shape[0] - 1).expand(*query.shape[:2], -1, -1)
     return products.gather(-1, index)
-
-
-def t5_buckets(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """The bucket of each distance: one each for the first `num_buckets // 2`, then logarithmically wider ones.
-
-    Args:
-        distance: int64 of any shape; negative counts as 0.
-        num_buckets: how many there are.
-        max_distance: tokens; from there on all fall into the last bucket.
-
-    Returns int64 of the same shape, 0 to `num_buckets − 1`.
-    """
-    exact = num_buckets // 2
-    distance = distance.clamp(min=0)
-    share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
-    wide = exact + (share * (num_buckets - exact)).long()
-    return torch.where(distance < exact, distance, wide.clamp(max=num_buckets - 1))
 
 
 def alibi_slopes(heads: int) -> list[float]:

@@ -217,7 +217,6 @@ class AttentionCall(NamedTuple):
         state: that they continue.
         return_state: whether the state after them is wanted.
         in_place: a single token may overwrite the given state.
-        scored: the scores of tokens and state are those after this call, of more than a single token.
     """
 
     tokens: Projections
@@ -228,7 +227,6 @@ class AttentionCall(NamedTuple):
     state: InfiniState
     return_state: bool = False
     in_place: bool = False
-    scored: bool = False
 
 
 # What [`attend`] returns: the output; the state, and the local weights, which may be `None` where they are not asked for

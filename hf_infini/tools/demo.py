@@ -1,7 +1,7 @@
 """A page in the browser that reads a document and answers, and shows the cache beside a plain one and what heads keep."""
 
 from collections.abc import Iterator
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gradio
@@ -50,23 +50,15 @@ class Demo:
         messages = [{"role": turn["role"], "content": _words(turn["content"])} for turn in turns]
         messages.append({"role": "user", "content": question})
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        shown, failed = [*messages, {"role": "assistant", "content": ""}], []
-
-        def run() -> None:
-            try:
-                self.reader.chat(messages, streamer=streamer, max_new_tokens=self.max_new_tokens)
-            except Exception as error:  # or the page would wait for ever
-                failed.append(error)
-                streamer.end()
-
-        thread = Thread(target=run)
-        thread.start()
-        for piece in streamer:
-            shown[-1]["content"] += piece
-            yield "", shown
-        thread.join()
-        if failed:
-            raise gradio.Error(str(failed[0])) from failed[0]
+        shown = [*messages, {"role": "assistant", "content": ""}]
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(self.reader.chat, messages, streamer=streamer, max_new_tokens=self.max_new_tokens)
+            done.add_done_callback(lambda _: streamer.end())  # also after an error: the page would wait for ever
+            for piece in streamer:
+                shown[-1]["content"] += piece
+                yield "", shown
+        if error := done.exception():
+            raise gradio.Error(str(error)) from error
 
     def kept(self, layer: int, head: int) -> str:
         """The document's tokens that a head keeps, in order; "…" is what lies between."""

@@ -19,7 +19,13 @@ def read_document(path: str | Path) -> str:
     path = Path(path)
     content, kind = path.read_bytes(), path.suffix.lower()
     if kind == ".pdf":
-        text = _text_of_pdf(path, content)
+        from pypdf import PdfReader
+        from pypdf.errors import PyPdfError
+
+        try:
+            text = "\n\n".join(page.extract_text() for page in PdfReader(io.BytesIO(content)).pages)
+        except PyPdfError as error:
+            raise ValueError(f"{path} is damaged, encrypted or no PDF: {error}") from error
     elif kind in HTML:
         from bs4 import BeautifulSoup
 
@@ -44,13 +50,3 @@ def read_document(path: str | Path) -> str:
 def read_documents(paths: Iterable[str | Path]) -> str:
     """The texts of files as one, with an empty line between them; errors as of [`read_document`]."""
     return "\n\n".join(map(read_document, paths))
-
-
-def _text_of_pdf(path: Path, content: bytes) -> str:
-    from pypdf import PdfReader
-    from pypdf.errors import PyPdfError
-
-    try:
-        return "\n\n".join(page.extract_text() for page in PdfReader(io.BytesIO(content)).pages)
-    except PyPdfError as error:
-        raise ValueError(f"{path} is damaged, encrypted or no PDF: {error}") from error

@@ -10,6 +10,8 @@ the few that are looked at from far away decide the fit.
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +22,7 @@ from ..models.structure import decoder_of
 from ..ops.attention import attend_grid, forced_backend
 from ..ops.checks import check_kinds
 from ..ops.state import Attended, AttentionCall
-from ..ops.window import masked_scores
 from ..options import check_number
-
-QUERIES = 256  # of which the attention is held at a time
 
 
 @torch.no_grad()
@@ -32,7 +31,7 @@ def fit_keep_score(
     model, rows: Sequence, *, distance: int = 256, ridge: float = 1e-3, progress: bool = True
 ) -> None:
     """Sets the `keep_weight` of all layers of a model that was patched with `kept_tokens` and a learned `keep_score`;
-    nothing else of the model changes.
+    nothing else of the model changes. What is held at a time are the weights of a layer for a row: heads · tokens² numbers.
 
     Args:
         model: a patched model, on any device; of quantized weights too.
@@ -81,7 +80,7 @@ def _observed(
     """Within it, the softmax of a patched model sees all of a row, of at most so many tokens, as that of the plain model
     does; and every call of the layers adds its tokens to the sums."""
     config = decoder_of(model).config
-    before = {name: getattr(config, name) for name in ("segment_length", "n_segments") if hasattr(config, name)}
+    before = {name: getattr(config, name) for name in ("segment_length", "n_segments", "local_segments")}
     running: list[tuple[str, Tensor]] = []  # the layer's name, and the input of its projections
 
     def learned_score(name: str, layer: MemoryLayerMixin, hidden_states: Tensor) -> Tensor | None:
@@ -90,15 +89,19 @@ def _observed(
 
     def run(call: AttentionCall) -> Attended:
         name, inputs = running.pop()
+        found: Any = attend_grid(call._replace(softmax=replace(call.softmax, written_out=True)))
+        tokens, (output, _, weights) = inputs.shape[1], found
+        far = weights[0, :, :, -longest:][..., :tokens].tril(-distance)  # of each query its own segment, which is the row
+        targets = far.unflatten(0, (call.tokens.key.shape[1], -1)).amax((1, 2))
         # The others are sinks, or seen by no query that counts
-        counted = slice(config.sink_tokens, inputs.shape[1] - distance)
-        inputs, targets = inputs[0, counted].cpu(), largest_attention(call, distance)[0, :, counted].T.cpu()
-        together = torch.cat([inputs, inputs.new_ones(len(inputs), 1), targets], 1).double()
+        counted = slice(config.sink_tokens, tokens - distance)
+        inputs, targets = inputs[0, counted].cpu(), targets[:, counted].T.cpu()
+        together = torch.cat([inputs, inputs.new_ones(len(inputs), 1), targets.to(inputs)], 1).double()
         sums[name] += together.T @ together
-        return attend_grid(call)
+        return output, None, None
 
     try:
-        vars(config).update(dict.fromkeys(before), segment_length=longest)
+        vars(config).update(segment_length=longest, n_segments=None, local_segments=0)
         for name, layer in layers.items():
             layer.learned_score = functools.partial(learned_score, name, layer)
         with in_evaluation(model), forced_backend(run):
@@ -107,30 +110,6 @@ def _observed(
         vars(config).update(before)
         for layer in layers.values():
             vars(layer).pop("learned_score", None)
-
-
-def largest_attention(call: AttentionCall, distance: int) -> Tensor:
-    """`[batch, kv_heads, tokens]`: the largest weight that a query at least so many tokens later gives each token, over
-    these queries and the heads of its group; 0 for the last tokens, which no such query sees.
-
-    Args:
-        call: of rows that one segment holds whole, without padding.
-    """
-    places, softmax = call.layout.query_places, call.softmax
-    query, key = softmax.compared_queries(call.tokens.query, places), softmax.compared_keys(call.tokens.key, places)
-    batch, kv_heads, tokens = key.shape[:3]
-    query, numbers = query.unflatten(1, (kv_heads, -1)), torch.arange(tokens, device=key.device)
-    wide = torch.promote_types(key.dtype, torch.float32)
-    found = torch.full((batch, kv_heads, tokens), -torch.inf, dtype=wide, device=key.device)
-    for begin in range(distance, tokens, QUERIES):
-        asking = numbers[begin : begin + QUERIES, None]
-        end = begin + len(asking)
-        far = end - distance  # the first that no query of these may count
-        scores = masked_scores(query[:, :, :, begin:end], key[:, :, None, :end], numbers[:end] <= asking, softmax).to(wide)
-        weights = scores[..., :far] - scores.logsumexp(-1, keepdim=True)
-        weights = weights.masked_fill_(numbers[:far] > asking - distance, -torch.inf).amax((2, 3))
-        found[..., :far] = torch.maximum(found[..., :far], weights)
-    return found.exp()
 
 
 def ridge_regression(sums: Tensor, heads: int, ridge: float) -> Tensor:

@@ -4,14 +4,14 @@ import copy
 import functools
 import glob
 import hashlib
-import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -22,7 +22,6 @@ from ..models.structure import decoder_of
 from ..ops.checks import check_kinds
 from ..options import check_number
 
-PIECE = 1_000_000  # characters that are tokenised at a time: a tokenizer takes 165 bytes for each
 SAVE_SECONDS = 60  # between two files of what has been read so far
 # The chat of a model that has no template; one that was not trained for chats goes on with the next question after a line
 PLAIN_TEMPLATE = (
@@ -152,13 +151,11 @@ class Reader:
             ids = [ids[0][-self.chunk :]]
         pad: Any = next(i for i in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0) if i is not None)
         cache.batch_repeat_interleave(len(texts))
-        longest = max(map(len, ids))
-        inputs = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0), value=pad) for row in ids])
-        real = torch.stack([torch.arange(longest) >= longest - len(row) for row in ids]).long()
-        inputs, real = inputs.to(self.model.device), real.to(self.model.device)
+        inputs = pad_sequence(ids, True, pad, "left").to(self.model.device)
+        real = pad_sequence([torch.ones_like(row) for row in ids], True, 0, "left").to(self.model.device)
         own = {"return_dict_in_generate": True, "use_cache": True, "pad_token_id": pad, CACHE: cache}
         output = self.model.generate(inputs, attention_mask=cache.attention_mask(real), **options | own)
-        new = output.sequences[:, longest:]
+        new = output.sequences[:, inputs.shape[1] :]
         # After a beam search the cache is that of the beams, and not of the text
         if len(texts) == len(output.sequences) == 1 and (options.get("num_beams") or 1) == 1:
             said: Any = self.tokenizer.decode(new[0, :-1], clean_up_tokenization_spaces=False)  # the last was not read
@@ -191,8 +188,7 @@ class Reader:
 
     def _encode(self, text: str, split_special_tokens: bool) -> torch.Tensor:
         how: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": split_special_tokens, "verbose": False}
-        ids = [number for piece in pieces_of(text) for number in self.tokenizer(piece, **how)["input_ids"]]
-        return torch.tensor(ids, dtype=torch.long)
+        return torch.tensor(self.tokenizer(text, **how)["input_ids"], dtype=torch.long)
 
     @torch.no_grad()
     def _read_on(
@@ -215,13 +211,3 @@ class Reader:
                     save()
                     saved = time.monotonic()
         return cache
-
-
-def pieces_of(text: str, size: int = PIECE) -> Iterator[str]:
-    """The text in pieces of about `size` characters, which end with a line."""
-    begin = 0
-    while begin < len(text):
-        found = re.compile(r"\n(?=\S)").search(text, begin + size)
-        end = found.end() if found else len(text)
-        yield text[begin:end]
-        begin = end

@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from transformers import Cache, Trainer
 
 from ..compat.cache_name import CACHE
-from ..layers.memory_layer import gates_of
+from ..layers.memory_layer import gates_of, memory_layers
 from ..ops.checks import check_kinds
 from .metrics import stream_losses, summarize
 from .parallel import check_shards, shard_rows
 
-ROWS_OF_THE_HEAD = 256  # logits of few places are made of a multiple of so many
+COLUMNS_OF_THE_HEAD = 64  # logits of few places are made of a multiple of so many
 
 
 @check_kinds
@@ -35,8 +35,7 @@ def parameter_groups(
         "gates": {"params": [], "lr": gate_learning_rate, "weight_decay": 0.0},
     }
     gates = {parameter for gate in gates_of(model).values() for parameter in gate.parameters()}
-    attention = [module for module in model.modules() if hasattr(type(module), "add_memory_parameters")]
-    own = {parameter for module in attention for parameter in module.parameters(recurse=False)}
+    own = {parameter for layer in memory_layers(model).values() for parameter in layer.parameters(recurse=False)}
     for parameter in model.parameters():
         if parameter in gates:
             kind = "gates"
@@ -97,8 +96,6 @@ class PerplexityTrainer(Trainer):
         self.context_parallel_size = context_parallel_size
         self.rows_mesh = None if context_parallel_size == 1 else self._mesh_of_rows(context_parallel_size)
         self.optimizer_of = optimizer_of
-        # All processes must take part in every call of a sharded model
-        self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     def _mesh_of_rows(self, size: int) -> DeviceMesh:
         check_shards(self.model.config)
@@ -130,8 +127,8 @@ class PerplexityTrainer(Trainer):
         return super().create_optimizer(model)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch: Any = None):
-        """As the Trainer's. Where most labels are −100, logits are computed only at the other places: the head over a whole
-        vocabulary is much of a small model's work."""
+        """As the Trainer's. Where most labels are −100, logits are computed only of columns that have others: the head over
+        a whole vocabulary is much of a small model's work."""
         if not model.training:  # for `compute_metrics`: whole rows, which begin with nothing
             return super().compute_loss(model, inputs | {"use_cache": False}, return_outputs, num_items_in_batch)
         if self.rows_mesh is not None:
@@ -141,23 +138,16 @@ class PerplexityTrainer(Trainer):
         labels = inputs["labels"][:, 1:]
         past = None if self.past_of is None else self.past_of(model, len(labels), labels.device)
         inputs = inputs | ({"use_cache": False} if past is None else {"use_cache": True, CACHE: past})
-        learned = labels != -100
-        one_process = model is self.model and not self.is_sharded  # a distributed wrapper must see the whole call
-        plain = self.label_smoother is None and self.compute_loss_func is None  # others want all logits
-        if return_outputs or not (plain and one_process) or bool(learned.float().mean() > 0.5):
+        learned = (labels != -100).any(0)
+        want_all = self.label_smoother is not None or self.compute_loss_func is not None or self.args.torch_compile
+        if return_outputs or want_all or bool(learned.float().mean() > 0.5):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        targets = labels[learned]
         # In half precision torch keeps what it has prepared for every number of rows that a product ever had on a CPU:
         # gigabytes after some hundred steps, unless there are few such numbers
-        spare = -len(targets) % ROWS_OF_THE_HEAD
-        targets = F.pad(targets, (0, spare), value=-100).unsqueeze(0)
-
-        def keep_learned(module, args, output):
-            output.last_hidden_state = F.pad(output.last_hidden_state[:, :-1][learned], (0, 0, 0, spare)).unsqueeze(0)
-
-        with model.get_decoder().register_forward_hook(keep_learned):  # the model's own head, scale and loss
-            inputs |= {"labels": targets, "shift_labels": targets}
-            return super().compute_loss(model, inputs, False, num_items_in_batch)
+        spare = -int(learned.sum()) % COLUMNS_OF_THE_HEAD
+        targets = F.pad(labels[:, learned], (0, spare), value=-100)
+        inputs |= {"logits_to_keep": F.pad(learned.nonzero().squeeze(1), (0, spare)), "shift_labels": targets}
+        return super().compute_loss(model, inputs | {"labels": targets}, False, num_items_in_batch)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Adds up losses and tokens, in the precision of training; what `compute_metrics` wants of a batch, the Trainer then

@@ -5,10 +5,11 @@ import math
 
 import pytest
 import torch
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_infini import CausalMultiHeadAttention, InfiniState, naive_infini_attention
 from hf_infini.layers.memory_layer import PARAMETERS
-from hf_infini.ops.positions import alibi_slopes, t5_buckets
+from hf_infini.ops.positions import alibi_slopes
 
 SCORES = ("scaled_dot", "dot", "general", "additive")
 POSITIONS = ("relative_key", "t5", "alibi", "rope", "none")
@@ -110,7 +111,8 @@ def by_loops(module: CausalMultiHeadAttention, x: torch.Tensor) -> torch.Tensor:
                     if config.position_encoding == "alibi":
                         score = score - alibi_slopes(module.num_heads)[h] * (i - j)
                     if config.position_encoding == "t5":
-                        bucket = t5_buckets(torch.tensor(i - j), config.num_buckets, config.max_distance)
+                        sizes = config.num_buckets, config.max_distance
+                        bucket = T5Attention._relative_position_bucket(torch.tensor(j - i), False, *sizes)
                         score = score + module.relative_bias[bucket, h]
                     scores.append(score)
                     values.append(value)

@@ -7,16 +7,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-from transformers.models.t5.modeling_t5 import T5Attention
 
-from hf_infini.ops.positions import (
-    alibi_bias,
-    alibi_slopes,
-    rotate,
-    rotation,
-    sinusoidal_encoding,
-    t5_buckets,
-)
+from hf_infini.ops.positions import alibi_bias, alibi_slopes, rotate, rotation, sinusoidal_encoding
 
 ANGLES = 1e-5  # the functions' angles are float32, up to 200 radians here: half a unit in the last place is 8e-6
 
@@ -36,16 +28,6 @@ def test_sinusoidal_is_the_papers_formula():
                 angle = position / 10_000 ** (2 * pair / width)
                 assert float(encoding[row, column, 2 * pair]) == pytest.approx(math.sin(angle), abs=ANGLES)
                 assert float(encoding[row, column, 2 * pair + 1]) == pytest.approx(math.cos(angle), abs=ANGLES)
-
-
-@pytest.mark.parametrize("num_buckets, max_distance", [(32, 128), (2, 5), (7, 50)])
-def test_t5_buckets_are_t5s(num_buckets, max_distance):
-    distance = torch.arange(-5, 3 * max_distance)
-    theirs = T5Attention._relative_position_bucket(-distance, False, num_buckets, max_distance)
-    assert torch.equal(t5_buckets(distance, num_buckets, max_distance), theirs)
-    exact = num_buckets // 2
-    assert t5_buckets(torch.arange(exact), num_buckets, max_distance).tolist() == list(range(exact))
-    assert int(t5_buckets(torch.tensor(max_distance), num_buckets, max_distance)) == num_buckets - 1
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 12])

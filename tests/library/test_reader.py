@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from corpora.tokenization import build_character_tokenizer, train_bpe
+from corpora.tokenization import build_character_tokenizer
 from decoders import decoder
 from hf_infini import InfiniCache, patch_model
 from hf_infini.cache.files import MemoryFileError, read_memory_file
 from hf_infini.tools import reader as module
-from hf_infini.tools.reader import Reader, pieces_of
+from hf_infini.tools.reader import Reader
 from models import infini_gpt2
 from running import sample_text
 
@@ -159,12 +159,3 @@ def test_killed_it_goes_on_and_ends_with_the_same_bytes(tmp_path):
     Reader(model, tokenizer, chunk=24).read(text, file=file, progress=False)
     assert file.read_bytes() == (tmp_path / "straight").read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"model", "straight", "text"}
-
-
-def test_a_long_text_is_tokenised_in_pieces_of_the_same_tokens():
-    tokenizer, text = train_bpe([sample_text()], 300), sample_text()[:500] + "\nfim\n"
-    pieces = [*pieces_of(text, 100)]
-    assert len(pieces) > 3 and "".join(pieces) == text
-    how = {"add_special_tokens": False}
-    ids = [number for piece in pieces for number in tokenizer(piece, **how)["input_ids"]]
-    assert ids == tokenizer(text, **how)["input_ids"]

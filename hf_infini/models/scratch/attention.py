@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from ...layers.memory_layer import MemoryLayerMixin, SharedInputs
 from ...ops.checks import check_kinds
 from ...ops.layout.build import segment_layout
-from ...ops.positions import alibi_bias, relative_key_bias, rotate, rotation, t5_buckets
+from ...ops.positions import alibi_bias, relative_key_bias, rotate, rotation
 from ...ops.scores import (
     additive_scores,
     as_dot_product,
@@ -261,7 +262,8 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         if self.config.position_encoding == "alibi":
             return alibi_bias(distance, self.num_heads)
         if self.config.position_encoding == "t5":
-            buckets = t5_buckets(distance, self.config.num_buckets, self.config.max_distance)
+            sizes = self.config.num_buckets, self.config.max_distance
+            buckets = T5Attention._relative_position_bucket(-distance, False, *sizes)  # not of later tokens
             return self.relative_bias[buckets].permute(2, 0, 1)
         if self.config.position_encoding == "relative_key" and self.config.score != "additive":
             query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))

@@ -51,6 +51,7 @@ class CausalMHAConfig(ScratchOptions, InfiniConfigMixin, PreTrainedConfig):
         "max_position_embeddings": "n_positions",
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
+        "resid_pdrop": "dropout",
     }
 
     vocab_size: int = number(50257, at_least=1)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, LlamaForCausalLM, PreTrainedModel
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.gptj.modeling_gptj import GPTJMLP
 from transformers.utils.output_capturing import capture_outputs
 
 from ...cache.cache import InfiniCache
@@ -24,22 +24,9 @@ from .attention import CausalMultiHeadAttention
 from .configuration import CausalMHAConfig
 
 
-class FeedForward(nn.Module):
-    """`W_2 f(W_1 x + b_1) + b_2`, the same for every token."""
-
-    def __init__(self, config: CausalMHAConfig):
-        super().__init__()
-        inner = 4 * config.n_embd if config.n_inner is None else config.n_inner
-        self.fc_in = nn.Linear(config.n_embd, inner)
-        self.activation = ACT2FN[config.activation_function]
-        self.fc_out = nn.Linear(inner, config.n_embd)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.fc_out(self.activation(self.fc_in(hidden_states)))
-
-
 class CausalMHABlock(GradientCheckpointingLayer):
-    """`Y = X + MHA(LN(X))`, `Z = Y + FFN(LN(Y))`; with `attention="none"` only the second half."""
+    """`Y = X + MHA(LN(X))`, `Z = Y + FFN(LN(Y))` with `FFN(x) = W_2 f(W_1 x + b_1) + b_2`, that of GPT-J; with
+    `attention="none"` only the second half."""
 
     def __init__(self, config: CausalMHAConfig, layer_idx: int):
         super().__init__()
@@ -49,7 +36,7 @@ class CausalMHABlock(GradientCheckpointingLayer):
             sizes = (config.n_embd, config.n_embd, config.n_head, config.dropout, config.qkv_bias)
             self.attn = CausalMultiHeadAttention(*sizes, layer_idx=layer_idx, config=config)
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.mlp = FeedForward(config)
+        self.mlp = GPTJMLP(4 * config.n_embd if config.n_inner is None else config.n_inner, config)
         self.dropout = nn.Dropout(config.dropout)
 
     @takes_either_name
@@ -64,7 +51,7 @@ class CausalMHABlock(GradientCheckpointingLayer):
             # A key of one number for each token: caches tell how many tokens they have seen by counting keys
             marks = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
             cache.update(marks, marks, self.layer_idx)
-        return hidden_states + self.dropout(self.mlp(self.ln_2(hidden_states)))
+        return hidden_states + self.mlp(self.ln_2(hidden_states))
 
 
 class CausalMHAPreTrainedModel(SavedModelMixin, PreTrainedModel):
@@ -88,7 +75,7 @@ class CausalMHAPreTrainedModel(SavedModelMixin, PreTrainedModel):
     def _init_weights(self, module):
         super()._init_weights(module)
         # What ends a residual branch is smaller: the hidden state adds up 2 · n_layer of them (GPT-2)
-        last = getattr(module, {CausalMultiHeadAttention: "out_proj", FeedForward: "fc_out"}.get(type(module), ""), None)
+        last = getattr(module, {CausalMultiHeadAttention: "out_proj", GPTJMLP: "fc_out"}.get(type(module), ""), None)
         if last is not None:
             init.normal_(last.weight, 0.0, self.config.initializer_range / math.sqrt(2 * self.config.n_layer))
         if isinstance(module, CausalMultiHeadAttention):

@@ -8,7 +8,6 @@ class Rule(MemoryRule):
     """A segment's values are added, minus what the memory already returns for their keys."""
 
     update_rule = "delta"
-    additive = False
 
     def states(self, written, memory, normaliser, start=None, continues=None):
         """The rule is affine in M: its matrix and its constant are made for all segments at once, so that the loop over

@@ -29,7 +29,6 @@ class Rule(MemoryRule):
     a share α of everything is kept; both are learned from the layer's input."""
 
     update_rule = "gated_delta"
-    additive = False
     normalised = False
     rates = 2  # log β and log α, neither positive
     not_with = {

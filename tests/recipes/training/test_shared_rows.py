@@ -80,7 +80,7 @@ def test_two_sharded_processes_that_share_rows_train_what_one_does(base, alone):
 def test_what_cannot_share_rows_is_refused(base, tmp_path):
     for config, given, message in (
         (GPT2Config(n_layer=2), {}, r"layers \[0, 1\] of this model have no memory"),
-        (InfiniGPT2Config(segment_length=24), {}, "rows of 64 tokens are 2.66667 segments of 24"),
+        (InfiniGPT2Config(segment_length=16), {"context_parallel_size": 33}, "64 tokens are too short for 33 shards of 2"),
         (InfiniGPT2Config(segment_length=16), {"dilute_with": "data"}, "does not go with --dilute_with"),
     ):
         both = SimpleNamespace(**{"context_parallel_size": 2, "dilute_with": None, "torch_compile": False} | given)
