@@ -140,7 +140,7 @@ def step_layout(
 
 def attend_step(call: AttentionCall) -> Attended:
     """[`attend`] for one token per row: a segment of one query."""
-    tokens, gate, layout, rule, softmax, state, *_, in_place, _ = call
+    tokens, gate, layout, rule, softmax, state, _, in_place = call
     state = state.map_windows(lambda window, new: layout.put(window, new, in_place), tokens)
     keys, values, *_ = state.windows()
     query = softmax.compared_queries(tokens.query, layout.slot.unsqueeze(1)).unsqueeze(1)  # [B, 1, H, 1, D]
