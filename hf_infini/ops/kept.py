@@ -54,7 +54,8 @@ class Kept(NamedTuple):
         position: Any = state.kept_position
         places = slice(layout.sink_tokens, layout.ahead)
         windows: Any = (None if window is None else window[:, :, places] for window in state.windows())
-        return cls(*windows, position.unsqueeze(-1))
+        key, value, log_weight, score = windows
+        return cls(key, value, log_weight, score, position.unsqueeze(-1))
 
     def into(self, state: InfiniState, layout: Layout) -> InfiniState:
         """The state that keeps this."""
@@ -175,7 +176,8 @@ class KeptInGrid:
         layout, scores, written = self.layout, self.scores[:, begin:end], self.layout.written[:, begin:end]
         documents = layout.documents(begin, end) if layout.packed else None
         position = layout.delayed_numbers(begin, end)[:, :, None, :, None].expand_as(scores[..., :1])
-        new = Kept(*leaving, scores, position)
+        key, value, log_weight = leaving
+        new = Kept(key, value, log_weight, scores, position)
         seen, self.kept, evicted = keep_best(self.kept, new, written, self.rule.keep_score, layout, documents)
         return seen, evicted
 

@@ -160,10 +160,11 @@ def attend_step(call: AttentionCall) -> Attended:
         filled = layout.filled if state.start_memory is None else None
         output = rule.mix(local, log_sum, tokens.query.unsqueeze(1), held, gate, filled)
         state = _with_segments_complete(rule, state, layout)
-    found = (output, None if weights is None else F.pad(weights, places))
-    if layout.real is not None:
-        found = (None if part is None else part.masked_fill(~layout.real[:, None, None, None], 0) for part in found)
-    output, weights = (None if part is None else part.squeeze(1) for part in found)
+    weights = weights if weights is None else F.pad(weights, places).squeeze(1)
+    output = output.squeeze(1)
+    if (real := layout.real) is not None:
+        output = output.masked_fill(~real[:, None, None], 0)
+        weights = weights if weights is None else weights.masked_fill(~real[:, None, None], 0)
     return output, state.after(layout), weights
 
 
