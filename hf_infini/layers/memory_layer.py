@@ -214,7 +214,7 @@ class MemoryLayerMixin(nn.Module):
     def learned_score(self, hidden_states: Tensor) -> Tensor | None:
         """What decides which tokens are kept, `[batch, kv_heads, tokens]`, in float32 or wider; `None`: nothing learned.
         `hidden_states`: the input of the projections."""
-        if not hasattr(self, "keep_weight"):
+        if not self.options.kept_tokens or not hasattr(self, "keep_weight"):
             return None
         with torch.autocast(hidden_states.device.type, enabled=False):
             dtype = torch.promote_types(hidden_states.dtype, torch.float32)

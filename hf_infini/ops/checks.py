@@ -28,16 +28,18 @@ def check_kinds(function: Function) -> Function:
     wanted = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     kinds = {name: _kinds(annotation) for name, annotation in wanted.items()}
 
-    @functools.wraps(function)
-    def checked(*args, **kwargs):
-        # A graph could not hold the signature
-        given = {} if torch.compiler.is_compiling() else signature.bind_partial(*args, **kwargs).arguments
-        for name, value in given.items():
+    def check(args, kwargs) -> None:
+        for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
             if not isinstance(value, kinds[name]) or (isinstance(value, bool) and not {bool, object} & {*kinds[name]}):
                 kind = type(value).__name__
                 shown = f"{value!r:.60} ({kind})" if isinstance(value, (str, int, float)) else kind
                 allowed = re.sub(r"[\w.]+\.", "", inspect.formatannotation(wanted[name]))
                 raise ValueError(f"{name} must be of type {allowed}; got {'None' if value is None else shown}.")
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        if not torch.compiler.is_compiling():  # a graph could not hold the signature
+            check(args, kwargs)
         return function(*args, **kwargs)
 
     result: Any = checked

@@ -159,7 +159,7 @@ class GridLayout(Layout):
     def next_window(self, new: Tensor, window: Tensor) -> Tensor:
         """The window of the next state from this call's tokens and the state's window, both `[batch, heads, …, dim]`; what
         is kept is put into it later."""
-        return self._rows(new, window, self.window).transpose(1, 2)
+        return self._rows(new, window, self.window).transpose(1, 2).contiguous()
 
     def sinks(self, new: Tensor, window: Tensor) -> Tensor:
         """The sinks that segments see whose window is beyond them, `[batch, segments or 1, S, heads, dim]`; arguments as of
