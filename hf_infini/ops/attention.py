@@ -169,7 +169,7 @@ def attend_grid(call: AttentionCall) -> Attended:
         queries, end = queries.contiguous(), begin + queries.shape[1]
         # What leaves the windows while they are seen is what the memory takes in
         leaving: Any = [None if window is None else window[..., sinks : sinks + layout.slots, :] for window in windows]
-        written: Any = layout.written[:, begin:end, None, :, None]
+        written: Any = None if layout.writes_all else layout.written[:, begin:end, None, :, None]
         keys, values = softmax.compared_keys(windows[0], layout.key_places()), windows[1]
         compared = softmax.compared_queries(queries, layout.query_places)
         mask, left = layout.window_mask(begin, end), layout.left[:, begin:end]

@@ -31,7 +31,11 @@ def short_convolution(inputs: Tensor, weight: Tensor, layout: Layout, before: Te
     weight = weight.to(inputs.dtype)
     output = inputs * weight[0]
     everything = torch.cat([before.to(inputs.dtype), inputs], 1)
-    real = torch.ones_like(inputs[..., 0], dtype=torch.bool) if layout.real is None else layout.real
+    real = layout.real
+    if real is None:  # every row continues its document, without padding
+        for tap in range(1, taps):
+            output = output + everything[:, taps - 1 - tap : everything.shape[1] - tap] * weight[tap]
+        return output, everything[:, everything.shape[1] - (taps - 1) :]
     carried, columns = torch.arange(taps - 1, device=real.device), torch.arange(real.shape[1], device=real.device)
     rank = (real.cumsum(1) - 1).clamp(min=0)  # which of its row's real tokens each is; that of padding is only in range
     column = torch.zeros(real.shape[0], real.shape[1] + 1, dtype=torch.long, device=real.device)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kept import Kept, keep_best, received_attention
+from .kept import Kept, keep_best
 from .layout.base import Layout, last_position, pad
 from .memory import KEEP_SCORES, MemoryRule
 from .state import WINDOWS, Attended, AttentionCall, InfiniState
-from .window import window_attention
+from .window import ScoreOptions, masked_scores, softmax_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,29 +25,31 @@ class StepLayout(Layout):
     """Where the one new token of each row goes, each at its own place in its window.
 
     Only tensors tell one step from another, so that one graph of torch.compile does for all. Outside of a graph, `seen` and
-    `completing` say what need not be computed.
+    what is `None` say what need not be computed.
 
     Attributes:
-        slot: `[batch]`, the place of the row's token in its window.
-        new_sinks: `[batch, 1, S, 1]` bool, the place that the token also takes among the sinks.
-        seen: the part of the window that any row sees; visible: `[batch, 1, 1, 1, places of it]` bool, what each row sees
-            of it; unkept: the same without kept tokens.
-        turned: as what places its keys are turned: `seen`, or `[batch, places of it]`, for sinks come right before what is
-            kept.
+        rows: `[batch]`, their numbers; slot: `[batch]`, the place of the row's token in its window.
+        new_sinks: `[batch, 1, S, 1]` bool, the place that the token also takes among the sinks; `None`: none is a sink.
+        seen: the part of the window that any row sees; visible: `[batch, 1, 1, places of it]` bool, what each row sees of
+            it; unkept: the same without kept tokens; `None`: the same.
+        turned: as what places its keys are turned, `[batch, places of it]`: sinks come right before what is kept; or `seen`.
         filled: `[batch, 1, 1, 1, 1]` bool, whether the memory holds any token of the row's document.
         completing: `[batch]` bool, whether the row's segment is complete with this token; `None`: no row's.
+        complete_rows: the numbers of those rows; `None`: not known.
         oldest_numbers: `[batch, L]`, the numbers, in their document, of the tokens of the window's oldest segment; taken_in:
             `[batch, L]` bool, which of them leave it now: the memory takes them in, but for kept tokens.
     """
 
+    rows: Tensor
     slot: Tensor
-    new_sinks: Tensor
+    new_sinks: Tensor | None
     seen: slice
     visible: Tensor
-    unkept: Tensor
+    unkept: Tensor | None
     turned: slice | Tensor
     filled: Tensor
     completing: Tensor | None
+    complete_rows: Tensor | None
     oldest_numbers: Tensor
     taken_in: Tensor
 
@@ -62,8 +64,8 @@ class StepLayout(Layout):
         new = new.to(window.dtype)
         if self.real is not None:  # padding writes the zero that is there
             new = new.masked_fill(~self.real[:, :, None, None], 0)
-        window.scatter_(2, self.slot[:, None, None, None].expand_as(new), new)
-        if self.sink_tokens:
+        window[self.rows, :, self.slot] = new[:, :, 0]
+        if self.new_sinks is not None:
             sinks = window[:, :, : self.sink_tokens]
             sinks.copy_(torch.where(self.new_sinks, new, sinks))
         return window
@@ -78,18 +80,34 @@ class StepLayout(Layout):
         return torch.cat([window[:, :, : self.ahead], segments], 2) if self.ahead else segments
 
     def in_complete_rows(self, function: Callable[..., tuple[Tensor, ...]], *old: Tensor) -> tuple[Tensor, ...]:
-        """What `function(*old)` makes of tensors `[batch, …]` in the rows that complete a segment; `old` in the others."""
+        """What `function(taken_in, oldest_numbers, *old)` makes of tensors `[batch, …]` in the rows that complete a segment;
+        `old` in the others."""
         if self.completing is None:
             return old
-        pairs, rows = zip(function(*old), old, strict=True), self.completing
-        return tuple(torch.where(rows.view(-1, *(1,) * (o.dim() - 1)), n, o) for n, o in pairs)
+        given = (self.taken_in, self.oldest_numbers, *old)
+        if self.complete_rows is not None:
+            new = function(*(part[self.complete_rows] for part in given))
+            return tuple(part.index_copy(0, self.complete_rows, rows) for part, rows in zip(old, new, strict=True))
+        new, completing = function(*given), self.completing
+        pairs = zip(new, old, strict=True)
+        return tuple(torch.where(completing.view(-1, *(1,) * (o.dim() - 1)), n, o) for n, o in pairs)
 
 
 def step_layout(
-    sizes: dict[str, Any], real: Tensor | None, position_ids: Tensor | None, memory_mask: Tensor | None, state: InfiniState
+    batch: int,
+    sizes: dict[str, Any],
+    real: Tensor | None,
+    position_ids: Tensor | None,
+    memory_mask: Tensor | None,
+    state: InfiniState,
+    read_back: bool,
 ) -> StepLayout:
-    """The layout of one more token for every row's document, with masks as bool; `sizes`: of the window, by their names in
-    [`Layout`]."""
+    """The layout of one more token for every row's document, with masks as bool.
+
+    Args:
+        sizes: of the window, by their names in [`Layout`].
+        read_back: whether values may be read back from the device.
+    """
     length, local, sinks, kept_tokens = sizes.values()
     seen, left, skipped, ahead = state.tokens_seen, state.tokens_left(), state.local_skipped, sinks + kept_tokens
     after = seen + (1 if real is None else real[:, 0].long())
@@ -98,74 +116,101 @@ def step_layout(
     completing = (after > seen) & (after % length == 0)
     numbers = (seen // length - local)[:, None] * length + torch.arange(length, device=seen.device)
     taken_in = completing[:, None] & (numbers >= sinks)
-    stop, any_complete = ahead + (local + 1) * length, True
-    if not torch.compiler.is_compiling():  # in a graph nothing can be read back
-        stop, any_complete = torch.stack([slot.amax() + 1, completing.sum()]).tolist()
+    complete_rows, has_gap, has_new_sinks, stop = None, kept_tokens > 0, sinks > 0, ahead + (local + 1) * length
+    if read_back:
+        stop, gap, fewest, complete = torch.stack([slot.amax() + 1, empty.amax(), seen.amin(), completing.sum()]).tolist()
+        has_gap, has_new_sinks = gap > 0, fewest < sinks
+        complete_rows = completing.nonzero().squeeze(1) if complete else None
     # Sinks and kept tokens are seen when the document's first segment has left the window
     places, begin = torch.arange(stop, device=seen.device), torch.where(seen // length > local, 0, ahead + waiting * length)
     visible = (places >= begin[:, None]) & (places <= slot[:, None])
     turned: slice | Tensor = slice(0, stop)
-    if kept_tokens:
+    if has_gap:
         visible = visible & ((places < sinks) | (places >= sinks + empty[:, None]))
         turned = torch.where(places < sinks, places + empty[:, None], places)
-    unkept = visible & ((places < sinks) | (places >= ahead))
-    first = torch.arange(sinks, device=seen.device)
-    new_sinks = (first >= seen[:, None]) & (first < after[:, None])
+    unkept = new_sinks = None
+    if kept_tokens:
+        unkept = (visible & ((places < sinks) | (places >= ahead)))[:, None, None]
+    if has_new_sinks:
+        places = torch.arange(sinks, device=seen.device)
+        new_sinks = ((places >= seen[:, None]) & (places < after[:, None]))[:, None, :, None]
     layout = StepLayout(
         **sizes,
         positions=seen.unsqueeze(1),
         tokens_seen=after,
         last_position=last_position(1, real, position_ids, state.last_position),
         real=real,
+        rows=torch.arange(batch, device=seen.device),
         slot=slot,
-        new_sinks=new_sinks[:, None, :, None],
+        new_sinks=new_sinks,
         seen=slice(0, stop),
-        visible=visible[:, None, None, None],
-        unkept=unkept[:, None, None, None],
+        visible=visible[:, None, None],
+        unkept=unkept,
         turned=turned,
         filled=(left > kept_tokens)[:, None, None, None, None],
-        completing=completing if any_complete else None,
+        completing=None if read_back and complete_rows is None else completing,
+        complete_rows=complete_rows,
         oldest_numbers=numbers,
         taken_in=taken_in,
     )
     if memory_mask is not None or skipped is not None:
-        skipped = seen.new_zeros(len(seen), layout.places, dtype=torch.bool) if skipped is None else skipped
+        skipped = torch.zeros(batch, layout.places, dtype=torch.bool, device=seen.device) if skipped is None else skipped
         new = torch.zeros_like(skipped[:, :1]) if memory_mask is None else ~memory_mask
         skipped = layout.put(skipped[:, None, :, None], new[:, None, :, None])
         layout = replace(layout, taken_in=taken_in & ~layout.oldest(skipped)[:, 0, :, 0])
-        (skipped,) = layout.in_complete_rows(lambda window: (layout.shift(window),), skipped)
+        (skipped,) = layout.in_complete_rows(lambda *given: (layout.shift(given[-1]),), skipped)
         layout = replace(layout, next_skipped=skipped[:, 0, :, 0])
     return replace(layout, memory_tokens=(left + layout.taken_in.sum(1) - kept_tokens).clamp(min=0))
 
 
 def attend_step(call: AttentionCall) -> Attended:
-    """[`attend`] for one token per row: a segment of one query."""
+    """[`attend`] for one token per row, which returns the weights wherever they are written out."""
     tokens, gate, layout, rule, softmax, state, _, in_place = call
     state = state.map_windows(lambda window, new: layout.put(window, new, in_place), tokens)
     keys, values, *_ = state.windows()
-    query = softmax.compared_queries(tokens.query, layout.slot.unsqueeze(1)).unsqueeze(1)  # [B, 1, H, 1, D]
-    keys = softmax.compared_keys(keys[:, :, layout.seen], layout.turned).unsqueeze(1)
+
+    query = softmax.compared_queries(tokens.query, layout.slot.unsqueeze(1))
+    seen_keys, seen_values = softmax.compared_keys(keys[:, :, layout.seen], layout.turned), values[:, :, layout.seen]
     if state.local_score is not None:
         scores = state.local_score.detach()  # which `put` has allowed to write into
-        scores[:, :, : layout.sink_tokens] = 0  # they need none
+        if layout.new_sinks is not None:
+            scores[:, :, : layout.sink_tokens] = 0  # they need none
         if "attention" in KEEP_SCORES[rule.keep_score]:
-            asking = torch.ones_like(layout.slot, dtype=torch.bool)[:, None] if layout.real is None else layout.real
-            received = received_attention(query, keys, layout.unkept, asking[:, None, None], softmax)[:, 0]
-            scores[:, :, layout.ahead : layout.seen.stop, 0] += received[..., layout.ahead :]
+            _add_received(scores, query, seen_keys, layout, softmax)
         state = replace(state, local_score=scores)
-    values, places = values[:, :, layout.seen].unsqueeze(1), (0, layout.places - layout.seen.stop)
-    local, log_sum, weights = window_attention(query, keys, values, layout.visible, softmax, rule.denominator == "shared")
+    heads_per_key, shared = tokens.query.shape[1] // tokens.key.shape[1], rule.denominator == "shared"
+    weights = log_sum = None
+    if softmax.written_out or softmax.softcap or shared:
+        seen_keys, seen_values = (tensor.repeat_interleave(heads_per_key, 1) for tensor in (seen_keys, seen_values))
+        weights, log_sum = softmax_weights(query, seen_keys, layout.visible, softmax, values.dtype, shared)
+        if layout.real is not None:
+            weights = weights.masked_fill(~layout.real[:, :, None, None], 0)
+        output = weights @ seen_values
+        weights = F.pad(weights, (0, layout.places - layout.seen.stop))
+    else:
+        options = {"dropout_p": softmax.dropout, "scale": softmax.scaling, "enable_gqa": heads_per_key > 1}
+        output = F.scaled_dot_product_attention(query, seen_keys, seen_values, layout.visible, **options)
+
     with torch.autocast(keys.device.type, enabled=False):
+        log_sum = None if log_sum is None else log_sum.unsqueeze(1)
         held = state.memory.unsqueeze(1), state.normaliser.unsqueeze(1)
         filled = layout.filled if state.start_memory is None else None
-        output = rule.mix(local, log_sum, tokens.query.unsqueeze(1), held, gate, filled)
+        output = rule.mix(output.unsqueeze(1), log_sum, tokens.query.unsqueeze(1), held, gate, filled).squeeze(1)
         state = _with_segments_complete(rule, state, layout)
-    weights = weights if weights is None else F.pad(weights, places).squeeze(1)
-    output = output.squeeze(1)
-    if (real := layout.real) is not None:
-        output = output.masked_fill(~real[:, None, None], 0)
-        weights = weights if weights is None else weights.masked_fill(~real[:, None, None], 0)
+    if layout.real is not None:
+        output = output.masked_fill(~layout.real[:, :, None, None], 0)
     return output, state.after(layout), weights
+
+
+def _add_received(
+    scores: Tensor, query: Tensor, keys: Tensor, layout: StepLayout, softmax: ScoreOptions
+) -> None:
+    """Adds the attention that the window's tokens receive from the query to their scores, `[B, K, places, R]`; `keys`: what
+    it sees, as they are compared."""
+    query = query.unflatten(1, (keys.shape[1], -1)).squeeze(3)  # [B, K, heads of a group, D]
+    received = masked_scores(query.detach(), keys.detach(), layout.unkept, softmax).softmax(-1, dtype=scores.dtype).mean(2)
+    received = received if layout.real is None else received * layout.real.unsqueeze(2)
+    scores[:, :, layout.ahead : layout.seen.stop, 0] += received[:, :, layout.ahead :]
 
 
 def _with_segments_complete(rule: MemoryRule, state: InfiniState, layout: StepLayout) -> InfiniState:
@@ -173,15 +218,15 @@ def _with_segments_complete(rule: MemoryRule, state: InfiniState, layout: StepLa
     if layout.completing is None:
         return state
 
-    def complete(*parts):
+    def complete(taken_in, numbers, *parts):
         rows, kept = replace(state, **dict(zip(old, parts, strict=True))), None
         oldest: Any = (None if window is None else layout.oldest(window).unsqueeze(1) for window in rows.windows())
         keys, values, log_weights, scores = oldest  # [B, 1, K, L, dim]
-        mask, dtype = layout.taken_in[:, None, None, :], rows.memory.dtype
+        mask, dtype = taken_in[:, None, None, :], rows.memory.dtype
         if layout.kept_tokens:
-            number = layout.oldest_numbers[:, None, None, :, None].expand_as(scores[..., :1])
+            number = numbers[:, None, None, :, None].expand_as(scores[..., :1])
             leaving, before = Kept(keys, values, log_weights, scores, number), Kept.of_state(rows, layout)
-            _, kept, evicted = keep_best(before, leaving, layout.taken_in.unsqueeze(1), rule.keep_score, layout)
+            _, kept, evicted = keep_best(before, leaving, taken_in.unsqueeze(1), rule.keep_score, layout)
             keys, values, log_weights, _, number = evicted
             mask = number[..., 0] >= 0
         written = rule.written(keys.to(dtype), values.to(dtype), log_weights, mask.unsqueeze(-1))

@@ -174,6 +174,12 @@ class GridLayout(Layout):
         # Advanced indices, whose gradient is summed in a fixed order
         return rows.transpose(1, 2)[batch, index.clamp(min=0)].masked_fill((index < 0)[..., None, None], 0)
 
+    @property
+    def writes_all(self) -> bool:
+        """Whether all slots are `written`, which saves a pass over the keys: whole segments of plain rows."""
+        plain = self.source is None and self.skipped is None and not (self.local_segments or self.ahead)
+        return plain and self.carried + self.tokens == self.segments * self.segment_length
+
     def windows(self, new: Tensor, window: Tensor) -> Tensor:
         """What the queries of each segment see, but for what is kept, `[batch, segments, heads, S + (w + 1) · slots, dim]`:
         sinks, then the segments of the window, the oldest first. Arguments as of `next_window`."""

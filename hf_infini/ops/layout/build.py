@@ -70,7 +70,7 @@ def segment_layout(
         real, memory_mask, restart = (None if mask is None or next(idle) else mask for mask in masks)
         restart = None if restart is None else ~restart
     if tokens == 1 and state is not None and restart is None:
-        return step_layout(sizes, real, position_ids, memory_mask, state)
+        return step_layout(batch, sizes, real, position_ids, memory_mask, state, read_back=not graph)
     seen = [0] if state is None else state.tokens_seen.tolist()
     if real is None and restart is None and len({*seen}) == 1:
         form = _plain_form(batch, tokens, window, seen[0], device)
