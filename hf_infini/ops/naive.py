@@ -1,9 +1,8 @@
 """Infini-attention straight from the equations, token by token, with every option. Slow, obvious, and the reference of every
-test: of the code that it judges it uses nothing but the list of its arguments."""
+test: of the code that it judges it uses nothing."""
 
-import functools
-import inspect
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,60 +11,85 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention import infini_attention
-from .checks import LIMITS, check_arguments, check_kinds, check_shapes
+from .checks import check_arguments, check_kinds, check_shapes
 from .memory import KEEP_SCORES
+from .positions import rotate
 from .rules import RULES, memory_rule
 from .state import InfiniState
 
-EPS = 1e-6  # as in memory.py
+EPS = 1e-6
 FEATURE_MAPS = {"elu": lambda x: F.elu(x) + 1, "exp": lambda x: x.clamp(max=30).exp()}
 
 
 @check_kinds
-@functools.wraps(infini_attention, assigned=("__annotations__",))  # for its arguments
-def naive_infini_attention(*args, **kwargs) -> Tensor | tuple[Tensor, InfiniState]:
+def naive_infini_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor,
+    segment_length: int,
+    *,
+    update_rule: str = "linear",
+    feature_map: str = "elu",
+    denominator: str = "separate",
+    local_segments: int = 0,
+    sink_tokens: int = 0,
+    kept_tokens: int = 0,
+    keep_score: str = "attention",
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    memory_mask: Tensor | None = None,
+    state: InfiniState | None = None,
+    return_state: bool = False,
+    feature_maps: tuple[Tensor, Tensor] | None = None,
+    log_weight: Tensor | None = None,
+    learned_score: Tensor | None = None,
+    rotary: tuple[Tensor, ...] | None = None,
+    turn: Callable = rotate,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    query_weight: Tensor | None = None,
+    dropout: float = 0.0,
+    eps: float = EPS,
+) -> Tensor | tuple[Tensor, InfiniState]:
     """[`infini_attention`] with the same arguments and results, one token after the other, all in float32 or wider."""
-    given = inspect.signature(infini_attention).bind(*args, **kwargs)
-    given.apply_defaults()
-    of = SimpleNamespace(**given.arguments)
-    window = (of.segment_length, of.local_segments, of.sink_tokens, of.kept_tokens)
-    options = {name: getattr(of, name) for name in ("feature_map", "denominator", "keep_score", "eps")}
-    rule, numbers = memory_rule(of.update_rule, **options), {name: getattr(of, name) for name in LIMITS}
-    others = (of.log_weight, of.learned_score, of.query_weight, of.feature_maps, rule, window, of.rotary)
-    check_arguments(of.query, of.key, of.value, of.gate, *others, **numbers)
-    check_shapes(of.query.shape[0], of.query.shape[2], of.attention_mask, of.memory_mask, of.position_ids)
-    state = of.state
+    window = (segment_length, local_segments, sink_tokens, kept_tokens)
+    rule = memory_rule(update_rule, feature_map=feature_map, denominator=denominator, keep_score=keep_score, eps=eps)
+    numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
+    given = (log_weight, learned_score, query_weight, feature_maps, rule, window, rotary)
+    check_arguments(query, key, value, gate, *given, **numbers)
+    check_shapes(query.shape[0], query.shape[2], attention_mask, memory_mask, position_ids)
     if state is None:
-        state = InfiniState.initial(of.key, of.value, *window, rule=rule, weighted=of.log_weight is not None)
-    (batch, kv_heads, tokens, _), group, dtype = of.key.shape, of.query.shape[1] // of.key.shape[1], of.query.dtype
-    parts = (of.query, of.key, of.value, of.gate, of.log_weight, of.query_weight, *(of.feature_maps or (None, None)))
-    query, key, value, gate, log_weight, query_weight, query_map, key_map = (_widen(part, state) for part in parts)
-    of.rule, of.feature_map = RULES[of.update_rule], FEATURE_MAPS[of.feature_map]
-    of.scaling = query.shape[-1] ** -0.5 if of.scaling is None else of.scaling
-    of.score_names = KEEP_SCORES[of.keep_score] if of.kept_tokens else ()
-    of_scores: dict[str, Any] = {"attention": key.new_zeros(key.shape[:3]), "learned": _widen(of.learned_score, state)}
-    scores = torch.stack([of_scores[name] for name in of.score_names], -1).detach() if of.kept_tokens else None
+        state = InfiniState.initial(key, value, *window, rule=rule, weighted=log_weight is not None)
+    (batch, kv_heads, tokens, _), group, dtype = key.shape, query.shape[1] // key.shape[1], query.dtype
+    given = (query, key, value, gate, log_weight, query_weight, *(feature_maps or (None, None)))
+    query, key, value, gate, log_weight, query_weight, query_map, key_map = (_widen(part, state) for part in given)
+    options = SimpleNamespace(rule=RULES[update_rule], feature_map=FEATURE_MAPS[feature_map], denominator=denominator)
+    options.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options.score_names = KEEP_SCORES[keep_score] if kept_tokens else ()
+    vars(options).update(rotary=rotary, turn=turn, softcap=softcap, dropout=dropout, eps=eps)
+    of_scores: dict[str, Any] = {"attention": key.new_zeros(key.shape[:3]), "learned": _widen(learned_score, state)}
+    scores = torch.stack([of_scores[name] for name in options.score_names], -1).detach() if kept_tokens else None
     outputs, states = [], []
     for row, head in itertools.product(range(batch), range(kv_heads)):
         own = slice(head * group, (head + 1) * group)  # the query heads that share this key/value head
-        of.query_map = None if query_map is None else query_map[own]
-        of.key_map = None if key_map is None else key_map[head : head + 1]
-        of.query_weight = None if query_weight is None else query_weight[own]
-        reader = _Head(state, row, head, window, of)
+        options.query_map = None if query_map is None else query_map[own]
+        options.key_map = None if key_map is None else key_map[head : head + 1]
+        options.query_weight = None if query_weight is None else query_weight[own]
+        reader = _Head(state, row, head, window, options)
         for number in range(tokens):
-            if of.attention_mask is not None and not of.attention_mask[row, number]:
+            if attention_mask is not None and not attention_mask[row, number]:
                 outputs.append(value.new_zeros(group, value.shape[-1]))
                 continue
-            reader.begin_document_at(None if of.position_ids is None else int(of.position_ids[row, number]))
+            reader.begin_document_at(None if position_ids is None else int(position_ids[row, number]))
             token = _Token(key[row, head, number], value[row, head, number], number=reader.seen)
             token.log_weight = None if log_weight is None else log_weight[row, head, number]
-            token.skipped = of.memory_mask is not None and not of.memory_mask[row, number]
+            token.skipped = memory_mask is not None and not memory_mask[row, number]
             token.score = None if scores is None else scores[row, head, number]
             outputs.append(reader.attend(query[row, own, number : number + 1], token, gate[own]))
         states.append(reader.state())
     output = torch.stack(outputs).view(batch, kv_heads, tokens, group, -1).transpose(2, 3).flatten(1, 2).to(dtype)
-    if not of.return_state:
+    if not return_state:
         return output
     fields: dict[str, Any] = {}
     for name, part in states[0].items():
