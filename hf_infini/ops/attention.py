@@ -288,7 +288,7 @@ def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
             return False, reason
     if softmax.rotary is not None:
         width = softmax.rotary[0].shape[-1]
-        if width != query.shape[3] or _module("rotary").halves_of(softmax) is None:
+        if width != query.shape[3] or _module("rotary").signed_sines(softmax) is None:
             return False, "no kernel for this way of turning by rotary positions"
     return True, "Triton kernels"
 

@@ -1,29 +1,59 @@
-"""What the kernels of the linear rule share: which token is in a slot, loading and storing rows, products, features and
-rotation.
+"""What the kernels of the linear rule share: their arguments, which token is in a slot, loading and storing rows, products,
+features and rotation.
 
 A *row* is a place in the tensors of keys: first what the grid holds of the state's window (`carried` rows), then the call's
-tokens; −1 where a slot is empty. Queries and outputs have only the tokens. Everything a kernel makes is contiguous,
-`[batch, tokens, heads, width]`.
+tokens; −1 where a slot is empty. Queries and outputs have only the tokens. A *state* is D · E + D numbers in float32, M and
+then z.
 """
 
 import os
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, for tests
+PRECISION = tl.constexpr("ieee" if INTERPRETED else "tf32x3")  # of products in float32
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # the score of what is not seen
 
+# A tensor `[batch, heads, rows, width]` and its strides; of states, `[batch, kv_heads, segments, D · E + D]`
+Rows = namedtuple("Rows", "data batch head row")
+# What queries see: turned keys and values, and those of the sinks, `[batch, kv_heads, groups · SINKS, …]`, a group for every
+# segment, or one without `source`; `None`: the sinks are the first tokens of their document
+Window = namedtuple("Window", "key value sink_key sink_value")
+# What keys are seen by: queries, turned by their places in the window, the gradient of their output, log₂ of the softmax's
+# denominator, and along, ⟨gradient, what the window found⟩, `[batch, heads, tokens]` both
+Seeing = namedtuple("Seeing", "query gradient log_sum along")
+# Of the layout ([`GridLayout`]), held: its `left`, `None` if every segment reads a memory; cosines and sines; of the layer
+Known = namedtuple("Known", "source skipped document held cos sin heads kv_heads length scale eps")
+# What changes from call to call, width: slots of a segment. Triton compiles anew for some numbers in a tuple, so a kernel
+# takes these as arguments of their own and puts all into a [`Grid`]
+CHANGING = ["rows", "carried", "segments", "width"]
+Grid = namedtuple("Grid", [*Known._fields, *CHANGING])
+# What is compiled in. D, E: widths of keys and values. W: segments before that of a query in its window. SINK_TILE: rows to
+# load for sinks. SIGNED: whether the first half of the sines is negative already; `None`: nothing is turned. EXP: whether
+# features are exponential. DTYPE: of the window's products. BM, BN: queries and keys at a time
+Constants = namedtuple("Constants", "D E W SINKS SINK_TILE SIGNED EXP DTYPE BM BN")
+
 
 @triton.jit
-def exact_dot(a, b, total, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr = None):
+    """`[ROWS, WIDTH]`, or `[ROWS]`, in float32."""
+    if WIDTH is None:
+        return tl.zeros([ROWS], tl.float32)
+    else:
+        return tl.zeros([ROWS, WIDTH], tl.float32)
+
+
+@triton.jit
+def exact_dot(a, b, total, C: tl.constexpr):
     """total + a b as of float32 matrices.
 
-    SPLIT: what is not bfloat16 becomes the sum of two numbers that are. Their products have 16 bits at half of what three of
-    11 bits (tf32x3) cost, and the range of float32, which features need.
+    Where products have 16 bits, what is not bfloat16 becomes the sum of two numbers that are. Their products have 16 bits at
+    half of what three of 11 bits (tf32x3) cost, and the range of float32, which features need.
     """
-    if not SPLIT:
+    if C.DTYPE == tl.float32:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision=PRECISION)
     a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
     if a.dtype != tl.bfloat16:
@@ -34,120 +64,207 @@ def exact_dot(a, b, total, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def features(x, EXP: tl.constexpr):
+def features(x, C: tl.constexpr):
     """σ(x) in float32."""
-    if EXP:
+    if C.EXP:
         return tl.exp(tl.minimum(x, 30.0))
     return tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
 
 
 @triton.jit
-def slope(x, f, EXP: tl.constexpr):
+def slope(x, f, C: tl.constexpr):
     """σ'(x), from x and σ(x)."""
-    if EXP:
+    if C.EXP:
         return tl.where(x > 30.0, 0.0, f)
     return tl.minimum(f, 1.0)
 
 
 @triton.jit
-def rows_of(source, b, s, slots, count, segments, width, INDEXED: tl.constexpr):
-    """The rows in these slots of segment s: `[slots]`, −1 where there is none.
-
-    source: `[batch, segments * width]`, the row in each slot of the grid; without INDEXED slot follows slot.
-    count: rows there are; width: slots of a segment.
-    """
-    at = s * width + slots
-    if INDEXED:
-        return tl.load(source + b.to(tl.int64) * segments * width + at, mask=slots < width, other=-1).to(tl.int32)
-    return tl.where((slots < width) & (at < count), at, -1)
+def tile_of(grid, TILE: tl.constexpr):
+    """The segment of this program, its first slot, its head and its row of the batch, in a grid (segments · ⌈width / TILE⌉,
+    heads, batch)."""
+    tiles = tl.cdiv(grid.width, TILE)
+    return tl.program_id(0) // tiles, tl.program_id(0) % tiles * TILE, tl.program_id(1), tl.program_id(2)
 
 
 @triton.jit
-def load_rows(base, row, stride, WIDTH: tl.constexpr):
+def documents_of(grid, b):
+    """Where the segments are that the documents of a row begin with; without `source` all rows have the same."""
+    if grid.source is not None:
+        return grid.document + b * (grid.segments + 1)
+    return grid.document
+
+
+@triton.jit
+def begin_of(grid, b, s):
+    """The segment that the document of segment s begins with."""
+    return tl.load(documents_of(grid, b) + s).to(tl.int32)
+
+
+@triton.jit
+def rows_of(grid, b, s, slots):
+    """The rows in these slots of segment s: `[slots]`, −1 where there is none. Without `source` slot follows slot."""
+    at = s * grid.width + slots
+    if grid.source is not None:
+        source = grid.source + b.to(tl.int64) * grid.segments * grid.width
+        return tl.load(source + at, mask=slots < grid.width, other=-1).to(tl.int32)
+    return tl.where((slots < grid.width) & (at < grid.rows), at, -1)
+
+
+@triton.jit
+def tokens_of(grid, b, s, slots):
+    """The call's tokens in these slots, likewise."""
+    row = rows_of(grid, b, s, slots)
+    return tl.where(row >= grid.carried, row - grid.carried, -1)
+
+
+@triton.jit
+def at_tokens(grid, b, h, token):
+    """Where the numbers of these tokens are in `[batch, heads, tokens]`."""
+    return (b * grid.heads + h).to(tl.int64) * (grid.rows - grid.carried) + token
+
+
+@triton.jit
+def _at_rows(x, b, h, row, WIDTH: tl.constexpr):
+    at = row.to(tl.int64)[:, None] * x.row + tl.arange(0, WIDTH)[None, :]
+    return x.data + b.to(tl.int64) * x.batch + h * x.head + at
+
+
+@triton.jit
+def load_rows(x, b, h, row, WIDTH: tl.constexpr):
     """`[rows, WIDTH]` in the tensor's dtype, zero where there is no row."""
-    at = row.to(tl.int64)[:, None] * stride + tl.arange(0, WIDTH)[None, :]
-    return tl.load(base + at, mask=(row >= 0)[:, None], other=0.0)
+    return tl.load(_at_rows(x, b, h, row, WIDTH), mask=(row >= 0)[:, None], other=0.0)
 
 
 @triton.jit
-def store_rows(base, row, stride, x, WIDTH: tl.constexpr):
-    at = row.to(tl.int64)[:, None] * stride + tl.arange(0, WIDTH)[None, :]
-    tl.store(base + at, x.to(base.dtype.element_ty), mask=(row >= 0)[:, None])
+def store_rows(x, b, h, row, rows, WIDTH: tl.constexpr):
+    tl.store(_at_rows(x, b, h, row, WIDTH), rows.to(x.data.dtype.element_ty), mask=(row >= 0)[:, None])
 
 
 @triton.jit
-def swapped_halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """`[ROWS, WIDTH]` with its halves in each other's place."""
-    first, second = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, WIDTH // 2)), (0, 2, 1)))
-    return tl.reshape(tl.permute(tl.join(second, first), (0, 2, 1)), (ROWS, WIDTH))
+def at_state(x, b, h, s):
+    """Where the state of segment s begins."""
+    return x.data + b.to(tl.int64) * x.batch + h.to(tl.int64) * x.head + tl.cast(s, tl.int64) * x.row
 
 
 @triton.jit
-def turn(x, cos, sin, place, ROWS: tl.constexpr, WIDTH: tl.constexpr, SIGNED: tl.constexpr, BACK: tl.constexpr):
-    """x `[ROWS, WIDTH]`, float32, turned by the rows `place` of the tables; BACK: what the gradient of this is. A place is
-    below zero where there is no token.
-
-    SIGNED: the first half of the sines is negative already.
-    """
-    at, there = place[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], (place >= 0)[:, None]
-    c = tl.load(cos + at, mask=there, other=0.0).to(tl.float32)
-    s = tl.load(sin + at, mask=there, other=0.0).to(tl.float32)
-    if not SIGNED:
-        s = tl.where((tl.arange(0, WIDTH) < WIDTH // 2)[None, :], -s, s)
-    if BACK:
-        return x * c + swapped_halves(x * s, ROWS, WIDTH)
-    return x * c + swapped_halves(x, ROWS, WIDTH) * s
-
-
-@triton.jit
-def load_state(states, D: tl.constexpr, E: tl.constexpr):
+def load_state(states, b, h, s, C: tl.constexpr):
     """M `[D, E]` and z `[D]` of one state."""
-    d, e = tl.arange(0, D), tl.arange(0, E)
-    return tl.load(states + d[:, None] * E + e[None, :]), tl.load(states + D * E + d)
+    d, e, at = tl.arange(0, C.D), tl.arange(0, C.E), at_state(states, b, h, s)
+    return tl.load(at + d[:, None] * C.E + e[None, :]), tl.load(at + C.D * C.E + d)
 
 
 @triton.jit
-def store_state(states, memory, normaliser, D: tl.constexpr, E: tl.constexpr):
-    d, e = tl.arange(0, D), tl.arange(0, E)
-    tl.store(states + d[:, None] * E + e[None, :], memory)
-    tl.store(states + D * E + d, normaliser)
+def store_state(states, b, h, s, memory, normaliser, C: tl.constexpr):
+    d, e, at = tl.arange(0, C.D), tl.arange(0, C.E), at_state(states, b, h, s)
+    tl.store(at + d[:, None] * C.E + e[None, :], memory)
+    tl.store(at + C.D * C.E + d, normaliser)
 
 
 @triton.jit
-def sink_rows(
-    source, b, begin, count, segments, width, SINKS: tl.constexpr, SINK_TILE: tl.constexpr, INDEXED: tl.constexpr,
-    APART: tl.constexpr,
-):  # fmt: skip
-    """The rows of a document's sinks, `[SINK_TILE]`, −1 beyond them: the first of its first segment; APART: of tensors of
-    their own."""
-    number = tl.arange(0, SINK_TILE)
-    if APART:
-        return tl.where(number < SINKS, number, -1)
-    return rows_of(source, b, begin, tl.where(number < SINKS, number, width), count, segments, width, INDEXED)
+def load_whole(state, place, at, C: tl.constexpr):
+    """Numbers `at` of a state in two tensors, memory and normaliser, or zeros for `None`; place: of the head in them."""
+    memory, normaliser = state
+    numbers, rest = zeros(at.shape[0]), at - C.D * C.E
+    if memory is not None:
+        numbers += tl.load(memory + place.to(tl.int64) * (C.D * C.E) + at, mask=rest < 0, other=0.0)
+    if normaliser is not None:
+        numbers += tl.load(normaliser + place.to(tl.int64) * C.D + rest, mask=(rest >= 0) & (rest < C.D), other=0.0)
+    return numbers
 
 
 @triton.jit
-def holds_memory(held, b, s, held_b, STARTED: tl.constexpr):
-    """Whether there is anything to read from the memory of segment s. held: the layout's `left` (nothing is kept). STARTED:
-    the memory of a new document is not empty."""
-    if STARTED:
-        return s >= 0
-    return tl.load(held + b * held_b + s) > 0
+def _swapped_halves(x):
+    first, second = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+    return tl.reshape(tl.permute(tl.join(second, first), (0, 2, 1)), x.shape)
 
 
 @triton.jit
-def memory_share(gate, held, h, b, s, held_b, STARTED: tl.constexpr):
+def turn(x, grid, place, C: tl.constexpr, BACK: tl.constexpr = False):
+    """x `[…, D]` turned by the rows `place` of the tables, in float32; BACK: what the gradient of this is. A place is below
+    zero where there is no token. Without rotary positions, x."""
+    if C.SIGNED is not None:
+        at, there = place[:, None] * C.D + tl.arange(0, C.D)[None, :], (place >= 0)[:, None]
+        x, cos = x.to(tl.float32), tl.load(grid.cos + at, mask=there, other=0.0).to(tl.float32)
+        sin = tl.load(grid.sin + at, mask=there, other=0.0).to(tl.float32)
+        if not C.SIGNED:
+            sin = tl.where((tl.arange(0, C.D) < C.D // 2)[None, :], -sin, sin)
+        if BACK:
+            x = x * cos + _swapped_halves(x * sin)
+        else:
+            x = x * cos + _swapped_halves(x) * sin
+    return x
+
+
+@triton.jit
+def load_sinks(window, grid, b, kv, s, begin, C: tl.constexpr):
+    """Turned keys and values of the sinks that segment s sees, `[SINK_TILE, …]`, and their rows, −1 beyond the last."""
+    number = tl.arange(0, C.SINK_TILE)
+    if window.sink_key is None:
+        row = rows_of(grid, b, begin, tl.where(number < C.SINKS, number, grid.width))
+        keys, values = load_rows(window.key, b, kv, row, C.D), load_rows(window.value, b, kv, row, C.E)
+    else:
+        row = number if grid.source is None else s * C.SINKS + number
+        row = tl.where(number < C.SINKS, row, -1)
+        keys, values = load_rows(window.sink_key, b, kv, row, C.D), load_rows(window.sink_value, b, kv, row, C.E)
+    return keys.to(C.DTYPE), values.to(C.DTYPE), row
+
+
+@triton.jit
+def is_seen(s, begin, part: tl.constexpr, C: tl.constexpr):
+    """Whether segment s, of a document that begins with another, sees this part of a window: its own segment, the W before
+    it, and last the sinks, which are seen where a segment would be."""
+    return (s - part >= begin) & ((s >= part) | (part > C.W))
+
+
+@triton.jit
+def reach(grid, first, token, slots, part: tl.constexpr, C: tl.constexpr):
+    """The places by which a tile of queries is turned for this part of its window, and the slot where the part ends."""
+    place, end = part * grid.length, grid.width
+    if part == 0:
+        end = tl.minimum(first + C.BM, end)
+    if part > C.W:
+        place, end = C.SINKS + C.W * grid.length, 1
+    return tl.where(token >= 0, place + slots, -1), end
+
+
+@triton.jit
+def load_seen(window, grid, b, kv, s, begin, part: tl.constexpr, at, slots, C: tl.constexpr):
+    """Turned keys and values of this part of a window, a tile from slot `at` on or all sinks, and which of them the queries
+    in these slots see."""
+    key_slots = at + tl.arange(0, C.BN)
+    if part > C.W:
+        keys, values, row = load_sinks(window, grid, b, kv, s, begin, C)
+    else:
+        row = rows_of(grid, b, s - part, key_slots)
+        keys, values = load_rows(window.key, b, kv, row, C.D), load_rows(window.value, b, kv, row, C.E)
+    seen = (row >= 0)[None, :]
+    if part == 0:
+        seen = seen & (key_slots[None, :] <= slots[:, None])
+    return keys.to(C.DTYPE), values.to(C.DTYPE), seen
+
+
+@triton.jit
+def holds_memory(grid, b, s):
+    """Whether there is anything to read from the memory of segment s (nothing is kept)."""
+    if grid.held is not None:
+        return tl.load(grid.held + b * (grid.segments + 1) + s) > 0
+    return s >= 0
+
+
+@triton.jit
+def memory_share(gate, grid, b, h, s):
     """The memory's share of the output of head h in segment s."""
-    return tl.where(holds_memory(held, b, s, held_b, STARTED), tl.sigmoid(tl.load(gate + h).to(tl.float32)), 0.0)
+    return tl.where(holds_memory(grid, b, s), tl.sigmoid(tl.load(gate + h).to(tl.float32)), 0.0)
 
 
 @triton.jit
-def is_written(skipped, row, b, s, slots, begin, segments, width, SINKS: tl.constexpr, SKIPPING: tl.constexpr):
+def is_written(grid, row, b, s, begin, slots, C: tl.constexpr):
     """Which of these slots' tokens the memory takes in when their segment leaves the window."""
     written = row >= 0
-    if SINKS > 0:
-        written = written & ((begin != s) | (slots >= SINKS))
-    if SKIPPING:
-        at = (b * segments + s).to(tl.int64) * width + slots
-        written = written & (tl.load(skipped + at, mask=slots < width, other=1) == 0)
+    if C.SINKS > 0:
+        written = written & ((begin != s) | (slots >= C.SINKS))
+    if grid.skipped is not None:
+        at = (b * grid.segments + s).to(tl.int64) * grid.width + slots
+        written = written & (tl.load(grid.skipped + at, mask=slots < grid.width, other=1) == 0)
     return written

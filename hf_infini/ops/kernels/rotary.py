@@ -7,12 +7,12 @@ import torch
 
 from ..window import ScoreOptions
 
-_known: dict[Any, str | None] = {}
+_known: dict[Any, bool | None] = {}
 
 
-def halves_of(softmax: ScoreOptions) -> str | None:
-    """"signed": the first half of the sines has its sign already ([`rotation`]); "plain": it has not; `None`: another way of
-    turning, or not of the tables' whole width."""
+def signed_sines(softmax: ScoreOptions) -> bool | None:
+    """Whether the first half of the sines has its sign already ([`rotation`]); `None`: another way of turning, or not of the
+    tables' whole width."""
     turn: Any = softmax.turn
     tables: Any = softmax.rotary
     width = tables[0].shape[-1]
@@ -22,7 +22,7 @@ def halves_of(softmax: ScoreOptions) -> str | None:
     return _known[known]
 
 
-def _compared(softmax: ScoreOptions, width: int) -> str | None:
+def _compared(softmax: ScoreOptions, width: int) -> bool | None:
     """Compares the function with the formulas, on the CPU, by random tables whose halves are the same."""
     tables: Any = softmax.rotary
     if len(tables) != 2 or width % 2 or not all(table.is_floating_point() for table in tables):
@@ -32,7 +32,7 @@ def _compared(softmax: ScoreOptions, width: int) -> str | None:
     cos, sin = (torch.randn(3, width // 2, generator=draw).repeat(1, 2) for _ in range(2))
     found, swapped = softmax.turn(states, cos, sin), states.roll(width // 2, -1)
     signs = torch.tensor([-1.0, 1.0]).repeat_interleave(width // 2)
-    for name, signed in (("signed", sin), ("plain", sin * signs)):
-        if torch.allclose(found, states * cos + swapped * signed, atol=1e-5):
-            return name
+    for signed, sines in ((True, sin), (False, sin * signs)):
+        if torch.allclose(found, states * cos + swapped * sines, atol=1e-5):
+            return signed
     return None
