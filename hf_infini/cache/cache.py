@@ -83,6 +83,9 @@ class InfiniCache(Cache):
         ValueError: the configuration names no layers with memory.
     """
 
+    is_compileable = True
+    completes_segments = True  # within a call
+
     @check_kinds
     def __init__(self, config: PreTrainedConfig):
         bounded = set(getattr(config, "infini_layers", ()))

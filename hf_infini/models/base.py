@@ -266,7 +266,9 @@ def begin_call(
     if exchange is not None:
         exchange.begin(batch, tokens, given.device, masks)
     state, of_call = (None, None) if cache is None else (cache.state, cache.for_call())
-    layout = segment_layout(batch, tokens, *model.config.window, **masks, state=state, device=given.device)
+    completes = cache is None or cache.completes_segments
+    options = {"state": state, "device": given.device, "completes_segments": completes}
+    layout = segment_layout(batch, tokens, *model.config.window, **masks, **options)
     weights = model.config.output_attentions if output_attentions is None else output_attentions
     weights = bool(weights) or model.config._attn_implementation == "eager"
     return SharedInputs(layout, of_call, rotary, weights, exchange), cache, use_cache

@@ -1,8 +1,22 @@
-"""What `generate` does with a memory: its cache, and the masks of what it has read."""
+"""What `generate` does with a memory: its cache, the masks of what it has read, and its steps by torch.compile."""
+
+import copy
+import functools
+import threading
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers.masking_utils import create_masks_for_generate
+from transformers.utils import logging
 
 from ..cache.cache import InfiniCache
+from ..cache.step_cache import StepCache
 from ..compat.cache_name import CACHE
 from ..compat.hub_code import ModelBase
+from ..layers.memory_layer import memory_layers
+
+logger = logging.get_logger(__name__)
+_step_caches: WeakKeyDictionary[torch.nn.Module, StepCache] = WeakKeyDictionary()  # of models
 
 
 class MemoryGenerationMixin(ModelBase):
@@ -47,5 +61,51 @@ class MemoryGenerationMixin(ModelBase):
             )
         if self.config.infini_layers and model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
             model_kwargs[CACHE] = InfiniCache(self.config)
-            return None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        else:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if self.config.infini_layers and self._valid_auto_compile_criteria(model_kwargs, generation_config):
+            reasons = {
+                "beams": generation_config.num_beams > 1,
+                "position_ids": model_kwargs.get("position_ids") is not None,
+                "layers without a memory": len(self.config.infini_layers) < self.config.num_hidden_layers,
+                "layers on several devices": len(set(getattr(self, "hf_device_map", {}).values())) > 1,
+                "outputs of layers": generation_config.output_attentions or generation_config.output_hidden_states,
+                "a thread that is not the main one": threading.current_thread() is not threading.main_thread(),
+            }
+            if found := [reason for reason, holds in reasons.items() if holds]:
+                logger.warning_once(f"generate() runs its steps without torch.compile, because of {', '.join(found)}.")
+                generation_config.disable_compile = True
+
+    def _prefill(self, input_ids, generation_config, *args, **kwargs):
+        """As usual. Prompts are not compiled: no two of their chunks have the same layout."""
+        if self.config.infini_layers:
+            generation_config = copy.copy(generation_config)
+            generation_config.disable_compile = True
+        return super()._prefill(input_ids, generation_config, *args, **kwargs)
+
+    def _sample(self, *args, **kwargs):
+        try:
+            return super()._sample(*args, **kwargs)
+        finally:
+            if self in _step_caches:
+                _step_caches[self].release()
+
+    def create_masks_for_generate(self, **given):
+        """As usual, but for a memory the mask as it is, though `generate` compiles its steps."""
+        return given["attention_mask"] if isinstance(given[CACHE], InfiniCache) else create_masks_for_generate(**given)
+
+    def get_compiled_call(self, compile_config):
+        """The call that `generate` repeats: of one new token, real in every row."""
+        compiled = super().get_compiled_call(compile_config)
+        return functools.partial(self._step, compiled) if self.config.infini_layers else compiled
+
+    def _step(self, compiled, attention_mask=None, **inputs):
+        """A compiled call. The mask is of what has been read, which the cache knows."""
+        if self not in _step_caches:
+            _step_caches[self] = StepCache(self.config)
+        cache, own = inputs[CACHE], _step_caches[self]
+        own.begin_step(cache)
+        output = compiled(**inputs | {CACHE: own})
+        own.end_step([layer.rule for layer in memory_layers(self).values()])
+        output[CACHE] = cache
+        return output

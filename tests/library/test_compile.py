@@ -4,13 +4,18 @@ What takes most of the time is the generation of code, by "inductor". The backen
 the numbers must be eager's, and whether there is one graph is seen as well.
 """
 
+import copy
+
 import pytest
 import torch
 import torch._inductor.config
 from torch._dynamo.utils import counters
+from transformers import CompileConfig, LogitsProcessor
 
 from decoders import decoder
 from hf_infini import InfiniCache, patch_model
+from hf_infini.compat.cache_name import CACHE, cache_of
+from hf_infini.models.generation import _step_caches
 from hf_infini.ops.layout.build import segment_layout
 from models import causal_mha, infini_gpt2, token_ids
 
@@ -136,3 +141,129 @@ def test_padded_masks_compile_for_avx2():
     with torch._inductor.config.patch({"cpp.simdlen": 256}):
         compiled = torch.compile(written, fullgraph=True)(attention_mask, memory_mask)
     assert torch.equal(compiled, written(attention_mask, memory_mask))
+
+
+WINDOW = dict(segment_length=8, local_segments=1, sink_tokens=2)
+DECODERS = {
+    "gpt2": lambda: infini_gpt2(n_layer=2, n_positions=96),
+    "llama": lambda: patch_model(decoder("llama", num_hidden_layers=1), **WINDOW),
+    "qwen3": lambda: patch_model(decoder("qwen3", num_hidden_layers=1), **WINDOW, kept_tokens=3),
+    "gemma3_text": lambda: patch_model(decoder("gemma3_text", num_hidden_layers=2, **MIXED), **WINDOW, layers=[0, 1]),
+    "gated_delta": lambda: infini_gpt2(n_layer=1, update_rule="gated_delta", memory_conv=2, position_encoding="rope"),
+    "causal_mha": lambda: causal_mha(n_layer=1, attention="infini", segment_length=8, memory_init="learned"),
+}
+END = 7
+
+
+class Forced(LogitsProcessor):
+    """The rows become these: so each step computes from the same tokens, also where rounding chooses another."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __call__(self, input_ids, scores):
+        chosen = self.rows[:, input_ids.shape[1], None]
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
+
+
+def generated(model, rows, backend=None, begin=13, **options):
+    """`rows` `[batch, tokens]` by generate(), the first `begin` as the prompt; `backend`: by torch.compile, as on a GPU."""
+    if backend:
+        options["compile_config"] = CompileConfig(backend=backend, fullgraph=True)
+        options["compile_config"]._compile_all_devices = True
+    mask = torch.ones_like(rows[:, :begin])
+    mask[0, :4] = 0
+    options = {"attention_mask": mask, "eos_token_id": END, "pad_token_id": 0, "output_logits": True} | options
+    options |= {"logits_processor": [Forced(rows)], "max_length": rows.shape[1], "return_dict_in_generate": True}
+    return model.generate(rows[:, :begin], **options)
+
+
+def rows_of_text(seed=0, batch=3):
+    rows = token_ids(batch, 60, seed=seed).clamp(min=8)
+    rows[1, 30] = END
+    rows[1, 31:] = 0
+    return rows
+
+
+def assert_same_generation(found, wanted, tolerance):
+    assert torch.equal(found.sequences, wanted.sequences)
+    for one, other in zip(found.logits, wanted.logits, strict=True):
+        unfinished = torch.isfinite(other).all(-1)
+        torch.testing.assert_close(one[unfinished], other[unfinished], rtol=tolerance, atol=tolerance)
+    states = cache_of(found).tensors()
+    for name, tensor in cache_of(wanted).tensors().items():
+        torch.testing.assert_close(states[name], tensor, rtol=tolerance, atol=tolerance)
+
+
+def addresses(cache) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in cache.tensors().items() if tensor.numel()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, dtype, backend",
+    [
+        ("gpt2", torch.float32, "eager"),
+        ("llama", torch.bfloat16, "aot_eager"),
+        ("llama", torch.float32, "inductor"),
+        ("qwen3", torch.float32, "eager"),
+        ("gemma3_text", torch.float32, "eager"),
+        ("gated_delta", torch.float32, "eager"),
+        ("causal_mha", torch.float32, "eager"),
+    ],
+)
+def test_generate_compiles_one_step_for_all_tokens(name, dtype, backend):
+    """Over five borders, with left padding and a row that ends early; the next generation has the same graph and tensors at
+    the same addresses, and what the one before has left stays."""
+    model, tolerance = DECODERS[name]().to(dtype), 0.1 if dtype is torch.bfloat16 else TOLERANCE
+    first, second = rows_of_text(), rows_of_text(seed=1)
+    wanted = [generated(model, rows) for rows in (first, second)]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = generated(model, first, backend)
+        before = addresses(_step_caches[model])
+        again = generated(model, second, backend)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert addresses(_step_caches[model]) == before
+    assert_same_generation(found, wanted[0], tolerance)
+    assert_same_generation(again, wanted[1], tolerance)
+
+
+@pytest.mark.slow
+def test_compiled_generations_go_on_from_caches_copies_and_states():
+    model, rows = DECODERS["qwen3"](), rows_of_text(batch=2)
+    rows[1] = token_ids(1, 60, seed=3).clamp(min=8)
+    caches = {}
+    for backend in (None, "eager"):
+        cache = cache_of(generated(model, rows[:, :30], backend))
+        state, copied = cache.layers[0].state, copy.deepcopy(cache)
+        seen = {name: tensor.clone() for name, tensor in state.tensors().items()}
+        mask = torch.ones_like(rows)
+        mask[0, :4] = 0
+        for one in (cache, copied, cache):  # each of which moves in where the other was
+            width = one.get_seq_length() + 8
+            new = {"begin": width, "attention_mask": mask[:, :width], CACHE: one}
+            found = generated(model, rows[:, : width + 7], backend, **new)
+        with torch.no_grad():
+            model(rows[:, -3:], **{CACHE: cache})  # by plain calls
+        caches[backend] = cache, copied, found
+        assert all(torch.equal(tensor, seen[name]) for name, tensor in state.tensors().items())
+    assert counters["stats"]["unique_graphs"] == 1
+    for one, other in zip(caches["eager"][:2], caches[None][:2], strict=True):
+        assert one.get_seq_length() == other.get_seq_length()
+        for name, tensor in other.tensors().items():
+            torch.testing.assert_close(one.tensors()[name], tensor, rtol=TOLERANCE, atol=TOLERANCE)
+    assert torch.equal(caches["eager"][2].sequences, caches[None][2].sequences)
+
+
+def test_generate_does_not_compile_where_it_is_told_not_to_or_cannot():
+    rows = rows_of_text()[:, :18]
+    model = patch_model(decoder("gemma2", num_hidden_layers=2, **MIXED), segment_length=8)
+    generated(model, rows, "eager")  # a layer without a memory
+    model = DECODERS["gpt2"]()
+    generated(model, rows)  # a CPU
+    generated(model, rows, "eager", disable_compile=True)
+    positions = torch.arange(13).expand(3, -1)
+    wanted = generated(model, rows, position_ids=positions)
+    found = generated(model, rows, "eager", position_ids=positions)
+    assert_same_generation(found, wanted, 0.0)
+    assert not counters["stats"]

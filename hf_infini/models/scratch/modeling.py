@@ -182,7 +182,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         return mask if mask is None or mask.dtype == torch.bool else mask == 0
 
 
-class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, GenerationMixin):
+class CausalMHAForCausalLM(MemoryGenerationMixin, CausalMHAPreTrainedModel, GenerationMixin):
     """[`CausalMHAModel`] with a head that gives the next token's logits."""
 
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}

@@ -10,7 +10,6 @@ padding, packed documents and rows of different lengths, by a gather. One more t
 [`StepLayout`] in ops/step.py.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...options import places_of
+
+WINDOW_SIZES = ("segment_length", "local_segments", "sink_tokens", "kept_tokens")
 
 
 def gather(rows: Tensor, index: Tensor) -> Tensor:
@@ -81,8 +82,8 @@ class Layout:
             return self
         moved = self.__dict__.setdefault("_moved", {})
         if device not in moved:
-            to = functools.partial(Tensor.to, device=device, non_blocking=non_blocking)
-            moved[device] = replace(self, **{k: to(value) for k, value in vars(self).items() if isinstance(value, Tensor)})
+            parts: Any = {name: part for name, part in vars(self).items() if isinstance(part, (Tensor, Layout))}
+            moved[device] = replace(self, **{name: part.to(device, non_blocking) for name, part in parts.items()})
         return moved[device]
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ..checks import bool_mask, check_shapes, check_window
 from ..state import InfiniState
 from ..step import StepLayout, step_layout
-from .base import GridLayout, last_position, pad
+from .base import WINDOW_SIZES, GridLayout, last_position, pad
 
 
 def segment_layout(
@@ -32,6 +32,7 @@ def segment_layout(
     memory_mask: Tensor | None = None,
     state: InfiniState | None = None,
     device: torch.device | None = None,
+    completes_segments: bool = True,
 ) -> StepLayout | GridLayout:
     """Lays out a call of `[batch, tokens]`.
 
@@ -42,6 +43,7 @@ def segment_layout(
         position_ids: `[batch, tokens]` (or `[1, tokens]`); a real token whose position is not beyond that of the real token
             before it starts a new document. `None`: none does.
         state: the state that the call continues, or `None`.
+        completes_segments: as of [`step_layout`].
     On an accelerator this waits for the device a few times, however many layers share the layout.
 
     Raises:
@@ -50,8 +52,7 @@ def segment_layout(
         RuntimeError: a mask with other values than 0 and 1, in a graph.
     """
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
-    names = ("segment_length", "local_segments", "sink_tokens", "kept_tokens")
-    sizes: dict[str, Any] = dict(zip(names, window, strict=True))
+    sizes: dict[str, Any] = dict(zip(WINDOW_SIZES, window, strict=True))
     graph = torch.compiler.is_compiling()
     if graph and (position_ids is not None or (state is not None and tokens > 1)):
         masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
@@ -70,7 +71,7 @@ def segment_layout(
         real, memory_mask, restart = (None if mask is None or next(idle) else mask for mask in masks)
         restart = None if restart is None else ~restart
     if tokens == 1 and state is not None and restart is None:
-        return step_layout(batch, sizes, real, position_ids, memory_mask, state, read_back=not graph)
+        return step_layout(batch, sizes, real, position_ids, memory_mask, state, not graph, completes_segments)
     seen = [0] if state is None else state.tokens_seen.tolist()
     if real is None and restart is None and len({*seen}) == 1:
         form = _plain_form(batch, tokens, window, seen[0], device)

@@ -1,0 +1,109 @@
+"""What compiled steps of `generate` read and write: tensors that stay where they are. CUDA graphs know addresses only."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ..ops.layout.base import WINDOW_SIZES
+from ..ops.memory import MemoryRule
+from ..ops.state import InfiniState
+from ..ops.step import segment_border, with_segments_complete
+from .cache import TEXT_END, InfiniCache
+
+COUNTS = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")  # the same tensors in all layers
+
+
+class StepCache(InfiniCache):
+    """Holds the states of one cache at a time. A model has one, so that the graph of one generation does for the next; a
+    cache of other shapes gets new tensors.
+
+    A call with it is one real token for every row, and writes into the tensors. It leaves a segment that is complete to
+    `end_step`, outside of the graph: the host counts in which rows there is one, and waits for the device only where a cache
+    moves in.
+    """
+
+    completes_segments = False
+    _holder: InfiniCache | None = None  # the cache whose states these are
+    _steps = 0  # since it has moved in
+    _borders: dict[int, Tensor]  # after how many steps, modulo L, which rows complete a segment
+
+    def begin_step(self, cache: InfiniCache) -> None:
+        """Moves the states of a cache in, if they are not here; another one gives up the tensors before."""
+        pairs: Any = [*zip(self.layers, cache.layers, strict=True)]
+        if self._holder is cache and all(own.state is layer.state for own, layer in pairs):
+            return
+        if self._holder is not cache:
+            self.release()
+        for _, layer in pairs:  # a graph cannot see that no token is special
+            if self._config.mask_special_tokens and layer.state.local_skipped is None:
+                nothing = torch.zeros_like(layer.state.local_key[:, 0, :, 0], dtype=torch.bool)
+                layer.state = replace(layer.state, local_skipped=nothing)
+        if _kinds(self.tensors()) != _kinds(cache.tensors()):
+            self._make_tensors(cache)
+        write_into(self.tensors(), cache.tensors())
+        for own, layer in pairs:
+            layer.state = own.state
+        cache.text, self._holder, self._steps = dict(self.text), cache, 0
+        until = -pairs[0][0].state.tokens_seen % self.window[0]
+        self._borders = {steps: (until == steps).nonzero().squeeze(1) for steps in until.unique().tolist()}
+
+    def end_step(self, rules: list[MemoryRule]) -> None:
+        """After the call of a step: counts it, and completes segments by the rules of the layers."""
+        layers, holder = self.layers, self._holder
+        self._steps += 1
+        for layer in holder.layers:
+            layer.columns += 1
+        rows = self._borders.get(self._steps % self.window[0])
+        if rows is None:
+            return
+        sizes, completing = dict(zip(WINDOW_SIZES, self.window, strict=True)), self.state.tokens_seen % self.window[0] == 0
+        border = segment_border(self.state, sizes, completing, rows)
+        for layer, rule in zip(layers, rules, strict=True):
+            write_into(layer.state.tensors(), with_segments_complete(rule, layer.state, border).after(border).tensors())
+
+    def release(self) -> None:
+        """Gives the cache that is here tensors of its own, which no later step writes into."""
+        if self._holder is not None:
+            self._holder._map(Tensor.clone, InfiniState.map)
+        self._holder = None
+
+    def advance_layers(self, of_call: Cache, tokens: int) -> None:
+        layers: Any = zip(self.layers, of_call.layers, strict=True)
+        for layer, called in layers:
+            write_into(layer.state.tensors(), called.left[0].tensors())
+
+    def note_text(self, ids: Tensor) -> None:
+        end = self.text["text_end"]
+        end.copy_(torch.cat([end, ids.to(end)], 1)[:, -TEXT_END:])
+
+    def _make_tensors(self, cache: InfiniCache) -> None:
+        layers: Any = [*zip(self.layers, cache.layers, strict=True)]
+        for own, _ in layers:
+            own.state = None  # freed before there are new ones
+        counts: dict[str, Tensor | None] = {}
+        with torch.inference_mode(False):  # what is made within it may be written into only there
+            self.text = {name: _fixed(tensor) for name, tensor in cache.text.items()}
+            for own, layer in layers:
+                own.state = replace(layer.state.map(_fixed), **counts)
+                counts = counts or {name: getattr(own.state, name) for name in COUNTS}
+
+
+def write_into(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
+    """Copies tensors into those of the same names, where they are others."""
+    for name, tensor in new.items():
+        if tensor is not old[name]:
+            old[name].copy_(tensor)
+
+
+def _fixed(tensor: Tensor) -> Tensor:
+    """A tensor of the same kind, which a CUDA graph may write into."""
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    torch._dynamo.mark_static_address(made)
+    return made
+
+
+def _kinds(tensors: dict[str, Tensor]) -> dict[str, tuple]:
+    return {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors.items()}
