@@ -8,7 +8,7 @@ Parts:
     attention  one layer, forward and backward, beside full causal attention and a loop over segments, on a GPU also in a
                CUDA graph; recipes/benchmarks/contestants.py says what each is
     model      training steps, beside the same model with its own attention
-    decoding   cache bytes and seconds of a new token of each row after long contexts, likewise
+    decoding   cache bytes and seconds of a new token of each row after long contexts, likewise; on a GPU compiled and not
 
 Contestants take turns in one process, in a new random order every round (models in training one after the other, for the
 sake of memory); figures are medians of the rounds with the extremes, and ratios are taken within the rounds. Peaks are of

@@ -1,14 +1,16 @@
 """What compiled steps of `generate` read and write: tensors that stay where they are. CUDA graphs know addresses only."""
 
+import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from ..ops.layout.base import WINDOW_SIZES
-from ..ops.memory import MemoryRule
 from ..ops.state import InfiniState
 from ..ops.step import segment_border, with_segments_complete
 from .cache import TEXT_END, InfiniCache
@@ -26,16 +28,19 @@ class StepCache(InfiniCache):
     """
 
     completes_segments = False
-    _holder: InfiniCache | None = None  # the cache whose states these are
-    _steps = 0  # since it has moved in
-    _borders: dict[int, Tensor]  # after how many steps, modulo L, which rows complete a segment
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        self._holder: Any = lambda: None  # a weak reference to the cache whose states these are
+        self._steps = 0  # since it has moved in
+        self._borders: dict[int, Tensor] = {}  # after how many steps, modulo L, which rows complete a segment
 
     def begin_step(self, cache: InfiniCache) -> None:
         """Moves the states of a cache in, if they are not here; another one gives up the tensors before."""
         pairs: Any = [*zip(self.layers, cache.layers, strict=True)]
-        if self._holder is cache and all(own.state is layer.state for own, layer in pairs):
+        if self._holder() is cache and all(own.state is layer.state for own, layer in pairs):
             return
-        if self._holder is not cache:
+        if self._holder() is not cache:
             self.release()
         for _, layer in pairs:  # a graph cannot see that no token is special
             if self._config.mask_special_tokens and layer.state.local_skipped is None:
@@ -46,29 +51,29 @@ class StepCache(InfiniCache):
         write_into(self.tensors(), cache.tensors())
         for own, layer in pairs:
             layer.state = own.state
-        cache.text, self._holder, self._steps = dict(self.text), cache, 0
+        cache.text, self._holder, self._steps = dict(self.text), weakref.ref(cache), 0
         until = -pairs[0][0].state.tokens_seen % self.window[0]
         self._borders = {steps: (until == steps).nonzero().squeeze(1) for steps in until.unique().tolist()}
 
-    def end_step(self, rules: list[MemoryRule]) -> None:
-        """After the call of a step: counts it, and completes segments by the rules of the layers."""
-        layers, holder = self.layers, self._holder
+    def end_step(self, layers: Iterable[Any]) -> None:
+        """After the call of a step: counts it, and completes segments by the rules of the model's `layers`."""
         self._steps += 1
-        for layer in holder.layers:
-            layer.columns += 1
+        for cached in self._holder().layers:
+            cached.columns += 1
         rows = self._borders.get(self._steps % self.window[0])
         if rows is None:
             return
         sizes, completing = dict(zip(WINDOW_SIZES, self.window, strict=True)), self.state.tokens_seen % self.window[0] == 0
         border = segment_border(self.state, sizes, completing, rows)
-        for layer, rule in zip(layers, rules, strict=True):
-            write_into(layer.state.tensors(), with_segments_complete(rule, layer.state, border).after(border).tensors())
+        for cached, layer in zip(self.layers, layers, strict=True):
+            new = with_segments_complete(layer.rule, cached.state, border).after(border)
+            write_into(cached.state.tensors(), new.tensors())
 
     def release(self) -> None:
         """Gives the cache that is here tensors of its own, which no later step writes into."""
-        if self._holder is not None:
-            self._holder._map(Tensor.clone, InfiniState.map)
-        self._holder = None
+        if (holder := self._holder()) is not None:
+            holder._map(Tensor.clone, InfiniState.map)
+        self._holder = lambda: None
 
     def advance_layers(self, of_call: Cache, tokens: int) -> None:
         layers: Any = zip(self.layers, of_call.layers, strict=True)

@@ -16,7 +16,7 @@ from ..compat.hub_code import ModelBase
 from ..layers.memory_layer import memory_layers
 
 logger = logging.get_logger(__name__)
-_step_caches: WeakKeyDictionary[torch.nn.Module, StepCache] = WeakKeyDictionary()  # of models
+step_caches: WeakKeyDictionary[torch.nn.Module, StepCache] = WeakKeyDictionary()  # of models
 
 
 class MemoryGenerationMixin(ModelBase):
@@ -87,25 +87,29 @@ class MemoryGenerationMixin(ModelBase):
         try:
             return super()._sample(*args, **kwargs)
         finally:
-            if self in _step_caches:
-                _step_caches[self].release()
+            if self in step_caches:
+                step_caches[self].release()
 
     def create_masks_for_generate(self, **given):
         """As usual, but for a memory the mask as it is, though `generate` compiles its steps."""
         return given["attention_mask"] if isinstance(given[CACHE], InfiniCache) else create_masks_for_generate(**given)
 
     def get_compiled_call(self, compile_config):
-        """The call that `generate` repeats: of one new token, real in every row."""
+        """The call that `generate` repeats. Of it, a step is compiled: one new token, real in every row."""
         compiled = super().get_compiled_call(compile_config)
-        return functools.partial(self._step, compiled) if self.config.infini_layers else compiled
+        if not self.config.infini_layers or compiled == self.__call__:
+            return compiled
+        return functools.partial(self._step, compiled, [*memory_layers(self).values()])
 
-    def _step(self, compiled, attention_mask=None, **inputs):
-        """A compiled call. The mask is of what has been read, which the cache knows."""
-        if self not in _step_caches:
-            _step_caches[self] = StepCache(self.config)
-        cache, own = inputs[CACHE], _step_caches[self]
+    @torch.no_grad()
+    def _step(self, compiled, layers, **inputs):
+        cache, ids = inputs.get(CACHE), inputs.get("input_ids")
+        if cache is None or cache.state is None or ids is None or ids.shape[1] > 1:
+            return self(**inputs)
+        inputs.pop("attention_mask", None)  # of what has been read, which the cache knows
+        own = step_caches[self] = step_caches.get(self) or StepCache(self.config)
         own.begin_step(cache)
         output = compiled(**inputs | {CACHE: own})
-        own.end_step([layer.rule for layer in memory_layers(self).values()])
+        own.end_step(layers)
         output[CACHE] = cache
         return output

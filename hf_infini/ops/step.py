@@ -208,7 +208,7 @@ def attend_step(call: AttentionCall) -> Attended:
     if state.local_score is not None:
         scores = state.local_score.detach()  # which `put` has allowed to write into
         if layout.sink is not None:
-            scores[:, :, : layout.sink_tokens] = 0  # they need none
+            scores[:, :, : layout.sink_tokens].zero_()  # they need none
         if "attention" in KEEP_SCORES[rule.keep_score]:
             _add_received(scores, grouped, seen_keys, layout, softmax)
         state = replace(state, local_score=scores)

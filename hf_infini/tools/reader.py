@@ -135,7 +135,8 @@ class Reader:
 
         Args:
             texts: one, whose continuation is kept for the next; or several, which are read in one batch.
-            options: of the model's `generate`, such as `max_new_tokens=200` or `streamer`.
+            options: of the model's `generate`, such as `max_new_tokens=200` or `streamer`. Steps are compiled only with
+                `disable_compile=False`: the first answer then takes a minute longer.
 
         Raises:
             ValueError: a text has nothing beyond what was read, or there is none.
@@ -154,6 +155,7 @@ class Reader:
         inputs = pad_sequence(ids, True, pad, "left").to(self.model.device)
         real = pad_sequence([torch.ones_like(row) for row in ids], True, 0, "left").to(self.model.device)
         own = {"return_dict_in_generate": True, "use_cache": True, "pad_token_id": pad, CACHE: cache}
+        options = {"disable_compile": True} | options
         output = self.model.generate(inputs, attention_mask=cache.attention_mask(real), **options | own)
         new = output.sequences[:, inputs.shape[1] :]
         # After a beam search the cache is that of the beams, and not of the text

@@ -5,7 +5,15 @@ training step, new tokens. Nothing is dropped out: with dropout torch's attentio
 from collections.abc import Callable
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+)
 
 from evaluation.inference import read_in_chunks
 from hf_infini import patch_model
@@ -13,6 +21,9 @@ from hf_infini.compat.cache_name import CACHE
 from hf_infini.tools.training import parameter_groups
 
 KINDS = ("infini", "stock")
+# How they decode: as `generate()` does it there, and on a GPU also without torch.compile, and with a cache that it compiles
+WAYS = {"cpu": KINDS, "cuda": ("infini", "infini-eager", "stock-static", "stock")}
+COMPILED = {"cpu": (), "cuda": ("infini", "stock-static")}
 SEGMENT = 256
 WINDOW = {"local_segments": 1, "sink_tokens": 4, "gate_init": -4.0}  # of what was trained with its own attention
 READ = 2048  # tokens that the model with Infini-attention reads at most: its state does not grow after them
@@ -84,13 +95,15 @@ def training_step(model, ids: torch.Tensor, dtype: str) -> Callable[[], None]:
     return step
 
 
-@torch.inference_mode()
-def cache_after(model, kind: str, batch: int, context: int, seed: int):
+@torch.no_grad()
+def cache_after(model, way: str, batch: int, context: int, seed: int, room: int = 0):
     """The cache after `context` tokens of each row. A stock model's is of random keys and values, a memory of the last
-    [`READ`] tokens: what a step costs depends on neither."""
-    if kind == "infini":
+    [`READ`] tokens: what a step costs depends on neither. `room`: new tokens that a static one must hold."""
+    if way.startswith("infini"):
         return read_in_chunks(model, random_ids(model, batch, min(context, READ), seed), READ)
     cache, config = DynamicCache(config=model.config), model.config
+    if way == "stock-static":
+        cache = StaticCache(config=config, max_cache_len=context + room)
     heads, width = config.num_attention_heads, getattr(config, "head_dim", None)
     shape = (batch, getattr(config, "num_key_value_heads", heads), context, width or config.hidden_size // heads)
     for layer in range(config.num_hidden_layers):
@@ -99,14 +112,16 @@ def cache_after(model, kind: str, batch: int, context: int, seed: int):
     return cache
 
 
-def new_tokens(model, cache, batch: int, steps: int) -> Callable[[], None]:
-    """A run of `steps` new tokens for each row, one call each; the cache goes on from run to run."""
+def new_tokens(model, cache, batch: int, steps: int, compiled: bool = False) -> Callable[[], None]:
+    """A run of `steps` new tokens for each row, one call each; the cache goes on from run to run. `compiled`: by the call of
+    `generate()` on a GPU."""
     token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+    call = model.get_compiled_call(None) if compiled else model
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run() -> None:
         for _ in range(steps):
-            found = model(token, use_cache=True, **{CACHE: cache}).logits[:, -1].argmax(-1)
+            found = call(input_ids=token, use_cache=True, **{CACHE: cache}).logits[:, -1].argmax(-1)
         found.tolist()  # as a sampler has to see it
 
     return run

@@ -13,7 +13,6 @@ from . import contestants, measuring, models
 from .contestants import BASE, Problem, Shape
 from .models import KINDS
 
-NEW_TOKENS = 8  # timed together
 # By device: of a layer; rows of tokens in training; tokens before a new one
 SHAPES = {
     "cpu": ((1024, 256), (4096, 256), (16384, 256), (16384, 64)),
@@ -24,6 +23,7 @@ NAMES = {
     "cuda": (BASE, "infini-window", "infini-plain", "causal-sdpa"),
 }
 TRAINED = {"cpu": (1024, 8192), "cuda": (8192, 32768)}
+NEW_TOKENS = {"cpu": 8, "cuda": 64}  # timed together
 BEFORE = {"cpu": (1024, 8192, 65536), "cuda": (1024, 4096, 32768, 131072)}
 
 
@@ -108,7 +108,7 @@ def decoding(how) -> Iterator[list[dict]]:
     """Bytes of the cache and seconds of a new token of each row after long contexts."""
     for dtype in how.dtypes:
         contexts = how.contexts or _usual(BEFORE, how)
-        longest = max(contexts) + NEW_TOKENS * (how.rounds + 3)
+        longest = max(contexts) + _usual(NEW_TOKENS, how) * (how.rounds + 3)
         both = {kind: models.build(kind, how.model, longest, how.device, how.seed, getattr(torch, dtype)) for kind in KINDS}
         for batch in how.batches:
             for context in contexts:
@@ -117,20 +117,21 @@ def decoding(how) -> Iterator[list[dict]]:
 
 def _after(how, both: Mapping, dtype: str, batch: int, context: int) -> list[dict]:
     same = {"work": f"new token of each row, {how.model}", "tokens": context, "rows": batch, "dtype": dtype}
-    rows, runs, caches = {}, {}, {}
-    for kind, built in both.items():
+    rows, runs, caches, steps = {}, {}, {}, _usual(NEW_TOKENS, how)
+    for way in _usual(models.WAYS, how):
 
-        def begin(kind=kind, built=built) -> None:
-            caches[kind] = models.cache_after(built, kind, batch, context, how.seed)
-            runs[kind] = models.new_tokens(built, caches[kind], batch, NEW_TOKENS)
-            runs[kind]()
+        def begin(way=way) -> None:
+            built = both[way.partition("-")[0]]
+            caches[way] = models.cache_after(built, way, batch, context, how.seed, steps * (how.rounds + 3))
+            runs[way] = models.new_tokens(built, caches[way], batch, steps, way in _usual(models.COMPILED, how))
+            runs[way]()
 
         tried = measuring.tried(begin, how.device)
-        rows[kind] = {**same, "name": kind} | {name: tried[name] for name in tried if name == "skipped"}
+        rows[way] = {**same, "name": way} | {name: tried[name] for name in tried if name == "skipped"}
         if "skipped" in tried:
-            runs.pop(kind, None)
-            caches.pop(kind, None)
-    found = compared(rows, _times(how, runs), BASE, NEW_TOKENS, tokens=batch)
+            runs.pop(way, None)
+            caches.pop(way, None)
+    found = compared(rows, _times(how, runs), BASE, steps, tokens=batch)
     return [row | ({"cache_bytes": cache_bytes(caches[row["name"]])} if row["name"] in caches else {}) for row in found]
 
 

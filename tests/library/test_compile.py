@@ -4,18 +4,22 @@ What takes most of the time is the generation of code, by "inductor". The backen
 the numbers must be eager's, and whether there is one graph is seen as well.
 """
 
+import contextlib
 import copy
+import threading
 
 import pytest
 import torch
 import torch._inductor.config
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, LogitsProcessor
 
 from decoders import decoder
 from hf_infini import InfiniCache, patch_model
+from hf_infini.cache.step_cache import StepCache
 from hf_infini.compat.cache_name import CACHE, cache_of
-from hf_infini.models.generation import _step_caches
+from hf_infini.models import generation
 from hf_infini.ops.layout.build import segment_layout
 from models import causal_mha, infini_gpt2, token_ids
 
@@ -144,11 +148,23 @@ def test_padded_masks_compile_for_avx2():
 
 
 WINDOW = dict(segment_length=8, local_segments=1, sink_tokens=2)
+
+
+def half_kept():
+    """Half of the kept tokens by the attention received, half by a score that differs from token to token."""
+    model = patch_model(decoder("llama", num_hidden_layers=2), **WINDOW, kept_tokens=5, keep_score="half")
+    for name, parameter in model.named_parameters():
+        if name.endswith("keep_weight"):
+            parameter.data.normal_(generator=torch.Generator().manual_seed(0))
+    return model
+
+
 DECODERS = {
     "gpt2": lambda: infini_gpt2(n_layer=2, n_positions=96),
     "llama": lambda: patch_model(decoder("llama", num_hidden_layers=1), **WINDOW),
     "qwen3": lambda: patch_model(decoder("qwen3", num_hidden_layers=1), **WINDOW, kept_tokens=3),
     "gemma3_text": lambda: patch_model(decoder("gemma3_text", num_hidden_layers=2, **MIXED), **WINDOW, layers=[0, 1]),
+    "half": half_kept,
     "gated_delta": lambda: infini_gpt2(n_layer=1, update_rule="gated_delta", memory_conv=2, position_encoding="rope"),
     "causal_mha": lambda: causal_mha(n_layer=1, attention="infini", segment_length=8, memory_init="learned"),
 }
@@ -174,7 +190,8 @@ def generated(model, rows, backend=None, begin=13, **options):
     mask = torch.ones_like(rows[:, :begin])
     mask[0, :4] = 0
     options = {"attention_mask": mask, "eos_token_id": END, "pad_token_id": 0, "output_logits": True} | options
-    options |= {"logits_processor": [Forced(rows)], "max_length": rows.shape[1], "return_dict_in_generate": True}
+    options = {"logits_processor": [Forced(rows)]} | options
+    options |= {"max_length": rows.shape[1], "return_dict_in_generate": True}
     return model.generate(rows[:, :begin], **options)
 
 
@@ -208,6 +225,7 @@ def addresses(cache) -> dict[str, int]:
         ("llama", torch.float32, "inductor"),
         ("qwen3", torch.float32, "eager"),
         ("gemma3_text", torch.float32, "eager"),
+        ("half", torch.float32, "aot_eager"),
         ("gated_delta", torch.float32, "eager"),
         ("causal_mha", torch.float32, "eager"),
     ],
@@ -220,10 +238,11 @@ def test_generate_compiles_one_step_for_all_tokens(name, dtype, backend):
     wanted = [generated(model, rows) for rows in (first, second)]
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = generated(model, first, backend)
-        before = addresses(_step_caches[model])
+        before = addresses(generation.step_caches[model])
         again = generated(model, second, backend)
     assert counters["stats"]["unique_graphs"] == 1
-    assert addresses(_step_caches[model]) == before
+    assert addresses(generation.step_caches[model]) == before
+    assert not set(before.values()) & {*addresses(cache_of(found)).values(), *addresses(cache_of(again)).values()}
     assert_same_generation(found, wanted[0], tolerance)
     assert_same_generation(again, wanted[1], tolerance)
 
@@ -255,15 +274,49 @@ def test_compiled_generations_go_on_from_caches_copies_and_states():
     assert torch.equal(caches["eager"][2].sequences, caches[None][2].sequences)
 
 
-def test_generate_does_not_compile_where_it_is_told_not_to_or_cannot():
-    rows = rows_of_text()[:, :18]
-    model = patch_model(decoder("gemma2", num_hidden_layers=2, **MIXED), segment_length=8)
-    generated(model, rows, "eager")  # a layer without a memory
+@pytest.mark.slow
+def test_no_step_but_the_first_reads_values_back(monkeypatch):
+    """A GPU would be waited for. Of rows that complete their segments one after the other, with kept tokens."""
+
+    class NeverReads(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+            return function(*args, **(kwargs or {}))
+
+    begin, end, steps = StepCache.begin_step, StepCache.end_step, []
+
+    def begin_step(self, cache):
+        with NeverReads() if steps else contextlib.nullcontext():
+            begin(self, cache)
+
+    def end_step(self, layers):
+        steps.append(self.state.tokens_seen)
+        with NeverReads():
+            end(self, layers)
+
+    monkeypatch.setattr(StepCache, "begin_step", begin_step)
+    monkeypatch.setattr(StepCache, "end_step", end_step)
+    generated(half_kept(), rows_of_text(), "eager")
+    assert len(steps) == 46 and counters["stats"]["unique_graphs"] == 1
+
+
+def test_generate_does_not_compile_what_it_cannot_and_says_so(monkeypatch):
+    rows, said = rows_of_text()[:, :18], []
+    monkeypatch.setattr(generation.logger, "warning_once", said.append)
+    mixed = patch_model(decoder("gemma2", num_hidden_layers=2, **MIXED), segment_length=8)
+    generated(mixed, rows, "eager")
     model = DECODERS["gpt2"]()
+    generated(model, rows, "eager", output_hidden_states=True)
+    generated(model, rows, "eager", num_beams=2, logits_processor=[])
+    thread = threading.Thread(target=generated, args=(model, rows, "eager"))
+    thread.start()
+    thread.join()
+    positions = torch.arange(13).expand(3, -1)
+    found = generated(model, rows, "eager", position_ids=positions)
+    assert_same_generation(found, generated(model, rows, position_ids=positions), 0.0)
+    reasons = [text.rpartition("because of ")[2] for text in said]
+    expected = ["layers without a memory", "outputs of layers", "beams", "a thread that is not the main one", "position_ids"]
+    assert reasons == [f"{reason}." for reason in expected]
     generated(model, rows)  # a CPU
     generated(model, rows, "eager", disable_compile=True)
-    positions = torch.arange(13).expand(3, -1)
-    wanted = generated(model, rows, position_ids=positions)
-    found = generated(model, rows, "eager", position_ids=positions)
-    assert_same_generation(found, wanted, 0.0)
-    assert not counters["stats"]
+    assert len(said) == 5 and not counters["stats"] and model not in generation.step_caches
