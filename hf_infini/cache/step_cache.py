@@ -35,11 +35,14 @@ class StepCache(InfiniCache):
         self._steps = 0  # since it has moved in
         self._borders: dict[int, Tensor] = {}  # after how many steps, modulo L, which rows complete a segment
 
-    def begin_step(self, cache: InfiniCache) -> None:
-        """Moves the states of a cache in, if they are not here; another one gives up the tensors before."""
+    def begin_step(self, cache: InfiniCache) -> bool:
+        """Moves the states of a cache in, if they are not here; another one gives up the tensors before. False while a row
+        lacks sinks, which a compiled step does not look for."""
         pairs: Any = [*zip(self.layers, cache.layers, strict=True)]
         if self._holder() is cache and all(own.state is layer.state for own, layer in pairs):
-            return
+            return True
+        if cache.state is None or int(cache.state.tokens_seen.min()) < self.window[2]:
+            return False
         if self._holder() is not cache:
             self.release()
         for _, layer in pairs:  # a graph cannot see that no token is special
@@ -47,13 +50,19 @@ class StepCache(InfiniCache):
                 nothing = torch.zeros_like(layer.state.local_key[:, 0, :, 0], dtype=torch.bool)
                 layer.state = replace(layer.state, local_skipped=nothing)
         if _kinds(self.tensors()) != _kinds(cache.tensors()):
-            self._make_tensors(cache)
+            self.text, counts = {name: _fixed(tensor) for name, tensor in cache.text.items()}, {}
+            for own, _ in pairs:
+                own.state = None  # freed before there are new ones
+            for own, layer in pairs:
+                own.state = replace(layer.state.map(_fixed), **counts)
+                counts = counts or {name: getattr(own.state, name) for name in COUNTS}
         write_into(self.tensors(), cache.tensors())
         for own, layer in pairs:
             layer.state = own.state
         cache.text, self._holder, self._steps = dict(self.text), weakref.ref(cache), 0
         until = -pairs[0][0].state.tokens_seen % self.window[0]
         self._borders = {steps: (until == steps).nonzero().squeeze(1) for steps in until.unique().tolist()}
+        return True
 
     def end_step(self, layers: Iterable[Any]) -> None:
         """After the call of a step: counts it, and completes segments by the rules of the model's `layers`."""
@@ -84,17 +93,6 @@ class StepCache(InfiniCache):
         end = self.text["text_end"]
         end.copy_(torch.cat([end, ids.to(end)], 1)[:, -TEXT_END:])
 
-    def _make_tensors(self, cache: InfiniCache) -> None:
-        layers: Any = [*zip(self.layers, cache.layers, strict=True)]
-        for own, _ in layers:
-            own.state = None  # freed before there are new ones
-        counts: dict[str, Tensor | None] = {}
-        with torch.inference_mode(False):  # what is made within it may be written into only there
-            self.text = {name: _fixed(tensor) for name, tensor in cache.text.items()}
-            for own, layer in layers:
-                own.state = replace(layer.state.map(_fixed), **counts)
-                counts = counts or {name: getattr(own.state, name) for name in COUNTS}
-
 
 def write_into(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
     """Copies tensors into those of the same names, where they are others."""
@@ -105,7 +103,8 @@ def write_into(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
 
 def _fixed(tensor: Tensor) -> Tensor:
     """A tensor of the same kind, which a CUDA graph may write into."""
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    with torch.inference_mode(False):  # what is made within it may be written into only there
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     torch._dynamo.mark_static_address(made)
     return made
 

@@ -64,11 +64,14 @@ class MemoryGenerationMixin(ModelBase):
         else:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if self.config.infini_layers and self._valid_auto_compile_criteria(model_kwargs, generation_config):
+            learned = getattr(self.config, "position_encoding", "") == "learned"
+            length = model_kwargs[CACHE].get_seq_length() + generation_config.max_length  # at most
             reasons = {
                 "beams": generation_config.num_beams > 1,
                 "position_ids": model_kwargs.get("position_ids") is not None,
                 "layers without a memory": len(self.config.infini_layers) < self.config.num_hidden_layers,
                 "layers on several devices": len(set(getattr(self, "hf_device_map", {}).values())) > 1,
+                "a text that may exceed n_positions": learned and length > self.config.n_positions,
                 "outputs of layers": generation_config.output_attentions or generation_config.output_hidden_states,
                 "a thread that is not the main one": threading.current_thread() is not threading.main_thread(),
             }
@@ -99,16 +102,15 @@ class MemoryGenerationMixin(ModelBase):
         compiled = super().get_compiled_call(compile_config)
         if not self.config.infini_layers or compiled == self.__call__:
             return compiled
-        return functools.partial(self._step, compiled, [*memory_layers(self).values()])
+        own, layers = step_caches.setdefault(self, StepCache(self.config)), [*memory_layers(self).values()]
+        return functools.partial(self._step, compiled, own, layers)
 
     @torch.no_grad()
-    def _step(self, compiled, layers, **inputs):
+    def _step(self, compiled, own, layers, **inputs):
         cache, ids = inputs.get(CACHE), inputs.get("input_ids")
-        if cache is None or cache.state is None or ids is None or ids.shape[1] > 1:
+        if cache is None or ids is None or ids.shape[1] > 1 or not own.begin_step(cache):
             return self(**inputs)
         inputs.pop("attention_mask", None)  # of what has been read, which the cache knows
-        own = step_caches[self] = step_caches.get(self) or StepCache(self.config)
-        own.begin_step(cache)
         output = compiled(**inputs | {CACHE: own})
         own.end_step(layers)
         output[CACHE] = cache

@@ -196,9 +196,8 @@ def attend_grid(call: AttentionCall) -> Attended:
         tokens, state = keeping.scored(tokens, state)
     state = state.map_windows(lambda window, new: layout.next_window(new, window), tokens)
     state = state if keeping is None else keeping.kept.into(state, layout)
-    # Copies, for these are two of many states that the call made, and would keep all of them in memory; with the strides of
-    # new tensors also in a batch of one, for torch.cond compares them
-    memory, normaliser = (part.clone(memory_format=torch.contiguous_format) for part in (memory, normaliser))
+    # Copies, for these are two of many states that the call made, and would keep all of them in memory
+    memory, normaliser = memory.clone(), normaliser.clone()
     return output, state.after(layout, memory=memory, normaliser=normaliser), weights
 
 

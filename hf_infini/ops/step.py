@@ -22,18 +22,19 @@ from .window import ScoreOptions, masked_scores, softmax_weights
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentBorder(Layout):
-    """Rows that have completed a segment, and what then leaves their window.
+    """What leaves the window of the rows that complete a segment.
 
     Attributes:
-        completing: `[batch]` bool, whether the row's segment is complete; rows: numbers of these rows; `None`: not known.
+        completing: `[batch]` bool, whether the row's segment is complete; `None`: no row's.
+        complete_rows: the numbers of those rows; `None`: not known.
         oldest_numbers: `[batch, L]`, the numbers, in their document, of the tokens of the window's oldest segment; taken_in:
             `[batch, L]` bool, which of them leave it now: the memory takes them in, but for kept tokens.
     """
 
-    completing: Tensor
-    rows: Tensor | None
-    oldest_numbers: Tensor
-    taken_in: Tensor
+    completing: Tensor | None
+    complete_rows: Tensor | None
+    oldest_numbers: Any = None
+    taken_in: Any = None
 
     def oldest(self, window: Tensor) -> Tensor:
         """The oldest segment of the window, `[batch, heads, L, dim]`."""
@@ -48,32 +49,28 @@ class SegmentBorder(Layout):
         """What `function(taken_in, oldest_numbers, *old)` makes of tensors `[batch, …]` in the rows that complete a segment;
         `old` in the others."""
         given = (self.taken_in, self.oldest_numbers, *old)
-        if self.rows is not None:
-            new = function(*(part[self.rows] for part in given))
-            return tuple(part.index_copy(0, self.rows, rows) for part, rows in zip(old, new, strict=True))
+        if self.complete_rows is not None:
+            new = function(*(part[self.complete_rows] for part in given))
+            return tuple(part.index_copy(0, self.complete_rows, rows) for part, rows in zip(old, new, strict=True))
         new, completing = function(*given), self.completing
         pairs = zip(new, old, strict=True)
         return tuple(torch.where(completing.view(-1, *(1,) * (o.dim() - 1)), n, o) for n, o in pairs)
 
 
 def segment_border(
-    state: InfiniState, sizes: dict[str, Any], completing: Tensor, rows: Tensor | None
+    state: InfiniState, sizes: dict[str, Any], completing: Tensor | None, complete_rows: Tensor | None
 ) -> SegmentBorder:
-    """The border that rows have reached with their last token, and the counts behind it; `state`: any layer's, with that
-    token; sizes: as of [`step_layout`]; the others as in [`SegmentBorder`]."""
+    """What any layer's state, with the row's last token, says of rows that complete a segment with it; and the counts behind
+    that border. `sizes`: of the window, by their names in [`Layout`]; the others as in [`SegmentBorder`]."""
     length, local, sinks, kept_tokens = sizes.values()
     last, skipped = state.tokens_seen.unsqueeze(1) - 1, state.local_skipped
+    counts = {"tokens_seen": state.tokens_seen, "last_position": state.last_position, "memory_tokens": state.memory_tokens}
+    given = {**sizes, **counts, "positions": last, "next_skipped": skipped}
+    border = SegmentBorder(**given, completing=completing, complete_rows=complete_rows)
+    if completing is None:
+        return border
     numbers = (last // length - local) * length + torch.arange(length, device=last.device)
-    border = SegmentBorder(
-        **sizes,
-        positions=last,
-        tokens_seen=state.tokens_seen,
-        last_position=state.last_position,
-        completing=completing,
-        rows=rows,
-        oldest_numbers=numbers,
-        taken_in=completing.unsqueeze(1) & (numbers >= sinks),
-    )
+    border = replace(border, oldest_numbers=numbers, taken_in=completing.unsqueeze(1) & (numbers >= sinks))
     if skipped is not None:
         window = skipped[:, None, :, None]
         border = replace(border, taken_in=border.taken_in & ~border.oldest(window)[:, 0, :, 0])
@@ -84,7 +81,7 @@ def segment_border(
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepLayout(Layout):
+class StepLayout(SegmentBorder):
     """Where the one new token of each row goes, each at its own place in its window.
 
     Only tensors tell one step from another, so that one graph of torch.compile does for all. Outside of a graph, `seen` and
@@ -97,7 +94,6 @@ class StepLayout(Layout):
             it; unkept: the same without kept tokens; `None`: the same.
         turned: as what places its keys are turned, `[batch, places of it]`: sinks come right before what is kept; or `seen`.
         filled: `[batch, 1, 1, 1, 1]` bool, whether the memory holds any token of the row's document.
-        border: of the rows that complete a segment with this token; `None`: none does, or it is left to whoever calls.
     """
 
     rows: Tensor
@@ -108,13 +104,12 @@ class StepLayout(Layout):
     unkept: Tensor | None
     turned: slice | Tensor
     filled: Tensor
-    border: SegmentBorder | None
 
     def put(self, window: Tensor, new: Tensor, in_place: bool = False) -> Tensor:
         """The window, `[batch, heads, places, dim]`, with the new tokens `[batch, heads, 1, dim]` in their slots;
         `in_place`: written into the given one where that may be."""
         if torch.compiler.is_compiling():  # for others a graph makes a new one anyway
-            in_place = in_place and self.border is None
+            in_place = in_place and self.completing is None
         elif in_place:  # an initial window is one zero seen many times; one of inference mode may be written only there
             in_place = window.is_contiguous() and (torch.is_inference_mode_enabled() or not window.is_inference())
         if not in_place:
@@ -143,7 +138,7 @@ def step_layout(
     Args:
         sizes: of the window, by their names in [`Layout`].
         read_back: whether values may be read back from the device.
-        completes_segments: `False`: the call leaves the border of a segment to whoever calls.
+        completes_segments: `False`: the call leaves the border of a segment to whoever calls, and no row lacks a sink.
     """
     length, local, sinks, kept_tokens = sizes.values()
     seen, left, skipped, ahead = state.tokens_seen, state.tokens_left(), state.local_skipped, sinks + kept_tokens
@@ -151,12 +146,14 @@ def step_layout(
     slot, empty = ahead + local * length + seen % length, (kept_tokens - left).clamp(min=0)
     waiting = (local - seen // length).clamp(min=0)  # segments of the window that have not begun
     completing = (after > seen) & (after % length == 0)
-    complete_rows, has_gap, has_new_sinks, stop = None, kept_tokens > 0, sinks > 0, ahead + (local + 1) * length
+    complete_rows, has_gap, has_new_sinks = None, kept_tokens > 0, sinks > 0 and completes_segments
+    stop = ahead + (local + 1) * length
     if read_back:
         stop, gap, fewest, complete = torch.stack([slot.amax() + 1, empty.amax(), seen.amin(), completing.sum()]).tolist()
         has_gap, has_new_sinks = gap > 0, fewest < sinks
         completes_segments = completes_segments and complete > 0
         complete_rows = completing.nonzero().squeeze(1) if completes_segments else None
+    rows, sink = torch.arange(batch, device=seen.device), torch.where(seen < sinks, seen, slot) if has_new_sinks else None
     # Sinks and kept tokens are seen when the document's first segment has left the window
     places, begin = torch.arange(stop, device=seen.device), torch.where(seen // length > local, 0, ahead + waiting * length)
     visible = (places >= begin[:, None]) & (places <= slot[:, None])
@@ -167,32 +164,18 @@ def step_layout(
     unkept = None
     if kept_tokens:
         unkept = (visible & ((places < sinks) | (places >= ahead)))[:, None, None]
-    layout = StepLayout(
-        **sizes,
-        positions=seen.unsqueeze(1),
-        tokens_seen=after,
-        last_position=last_position(1, real, position_ids, state.last_position),
-        memory_tokens=state.memory_tokens,
-        real=real,
-        rows=torch.arange(batch, device=seen.device),
-        slot=slot,
-        sink=torch.where(seen < sinks, seen, slot) if has_new_sinks else None,
-        seen=slice(0, stop),
-        visible=visible[:, None, None],
-        unkept=unkept,
-        turned=turned,
-        filled=(left > kept_tokens)[:, None, None, None, None],
-        border=None,
-    )
     if memory_mask is not None or skipped is not None:
-        skipped = torch.zeros(batch, layout.places, dtype=torch.bool, device=seen.device) if skipped is None else skipped
-        new = torch.zeros_like(skipped[:, :1]) if memory_mask is None else ~memory_mask
-        skipped = layout.put(skipped[:, None, :, None], new[:, None, :, None])
-        layout = replace(layout, next_skipped=skipped[:, 0, :, 0])
-    if not completes_segments:
-        return layout
-    border = segment_border(state.after(layout), sizes, completing, complete_rows)
-    return replace(layout, border=border, memory_tokens=border.memory_tokens, next_skipped=border.next_skipped)
+        new = torch.zeros_like(rows, dtype=torch.bool) if memory_mask is None else ~memory_mask[:, 0]
+        new = new if real is None else new & real[:, 0]
+        skipped = new.new_zeros(batch, ahead + (local + 1) * length) if skipped is None else skipped
+        skipped = skipped.index_put((rows, slot), new)
+        skipped = skipped if sink is None else skipped.index_put((rows, sink), new)
+    last = last_position(1, real, position_ids, state.last_position)
+    state = replace(state, tokens_seen=after, last_position=last, local_skipped=skipped)
+    border = segment_border(state, sizes, completing if completes_segments else None, complete_rows)
+    own = {"rows": rows, "slot": slot, "sink": sink, "seen": slice(0, stop), "visible": visible[:, None, None]}
+    own |= {"unkept": unkept, "turned": turned, "filled": (left > kept_tokens)[:, None, None, None, None]}
+    return StepLayout(**vars(border) | {"positions": seen.unsqueeze(1), "real": real} | own)
 
 
 def attend_step(call: AttentionCall) -> Attended:
@@ -231,7 +214,7 @@ def attend_step(call: AttentionCall) -> Attended:
         held = state.memory.unsqueeze(1), state.normaliser.unsqueeze(1)
         filled = layout.filled if state.start_memory is None else None
         output = rule.mix(output.unsqueeze(1), log_sum, tokens.query.unsqueeze(1), held, gate, filled).squeeze(1)
-        state = state if layout.border is None else with_segments_complete(rule, state, layout.border)
+        state = with_segments_complete(rule, state, layout)
     if layout.real is not None:
         output = output.masked_fill(~layout.real[:, :, None, None], 0)
     return output, state.after(layout), weights
@@ -250,6 +233,8 @@ def _add_received(
 def with_segments_complete(rule: MemoryRule, state: InfiniState, border: SegmentBorder) -> InfiniState:
     """The state whose rows that complete a segment have written the oldest one of their window, and moved the window on; its
     counts are as they were."""
+    if border.completing is None:
+        return state
 
     def complete(taken_in, numbers, *parts):
         rows, kept = replace(state, **dict(zip(old, parts, strict=True))), None
@@ -268,14 +253,6 @@ def with_segments_complete(rule: MemoryRule, state: InfiniState, border: Segment
         rows = rows if kept is None else kept.into(rows, border)
         return tuple(getattr(rows, name) for name in old)
 
-    def compute():
-        return border.in_complete_rows(complete, *old.values())
-
-    def keep():
-        return tuple(tensor.clone() for tensor in old.values())
-
     names = ("memory", "normaliser", *WINDOWS, "kept_position")
     old = {name: tensor for name in names if (tensor := getattr(state, name)) is not None}
-    # A graph computes it for all rows, but only in calls in which one of them needs it
-    new = torch.cond(border.completing.any(), compute, keep) if torch.compiler.is_compiling() else compute()
-    return replace(state, **dict(zip(old, new, strict=True)))
+    return replace(state, **dict(zip(old, border.in_complete_rows(complete, *old.values()), strict=True)))

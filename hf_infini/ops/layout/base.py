@@ -10,6 +10,7 @@ padding, packed documents and rows of different lengths, by a gather. One more t
 [`StepLayout`] in ops/step.py.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -82,8 +83,8 @@ class Layout:
             return self
         moved = self.__dict__.setdefault("_moved", {})
         if device not in moved:
-            parts: Any = {name: part for name, part in vars(self).items() if isinstance(part, (Tensor, Layout))}
-            moved[device] = replace(self, **{name: part.to(device, non_blocking) for name, part in parts.items()})
+            to = functools.partial(Tensor.to, device=device, non_blocking=non_blocking)
+            moved[device] = replace(self, **{k: to(value) for k, value in vars(self).items() if isinstance(value, Tensor)})
         return moved[device]
 
 

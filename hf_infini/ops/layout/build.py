@@ -213,8 +213,7 @@ def _with_memory(layout: GridLayout, memory_mask: Tensor | None, state: InfiniSt
     first = first.minimum(torch.arange(layout.segments + 1, device=device))
     continued = layout.document == layout.document[:, :1]
     left = total - total.gather(1, first) + continued * before.unsqueeze(1)
-    # Its strides are those of a new tensor, for torch.cond compares them
-    after = (left[:, -1] - layout.kept_tokens).clamp(min=0).clone(memory_format=torch.contiguous_format)
+    after = (left[:, -1] - layout.kept_tokens).clamp(min=0)
     most_kept = layout.kept_tokens
     if most_kept and not torch.compiler.is_compiling():  # short rows do not attend to empty places
         most_kept = min(most_kept, int(left[:, :-1].max()))
