@@ -69,14 +69,15 @@ class StepCache(InfiniCache):
         self._steps += 1
         for cached in self._holder().layers:
             cached.columns += 1
-        rows = self._borders.get(self._steps % self.window[0])
-        if rows is None:
+        length, state, rows = self.window[0], self.state, self._borders.get(self._steps % self.window[0])
+        if rows is None or state is None:
             return
-        sizes, completing = dict(zip(WINDOW_SIZES, self.window, strict=True)), self.state.tokens_seen % self.window[0] == 0
-        border = segment_border(self.state, sizes, completing, rows)
-        for cached, layer in zip(self.layers, layers, strict=True):
-            new = with_segments_complete(layer.rule, cached.state, border).after(border)
-            write_into(cached.state.tensors(), new.tensors())
+        sizes = dict(zip(WINDOW_SIZES, self.window, strict=True))
+        border = segment_border(state, sizes, state.tokens_seen % length == 0, rows)
+        pairs: Any = zip(self.layers, layers, strict=True)
+        for own, layer in pairs:
+            new = with_segments_complete(layer.rule, own.state, border).after(border)
+            write_into(own.state.tensors(), new.tensors())
 
     def release(self) -> None:
         """Gives the cache that is here tensors of its own, which no later step writes into."""

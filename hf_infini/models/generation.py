@@ -3,6 +3,7 @@
 import copy
 import functools
 import threading
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -52,7 +53,7 @@ class MemoryGenerationMixin(ModelBase):
                     criterion.max_position_embeddings = None  # no reminder of an end that these positions do not have
         return criteria
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> Any:
         asked = generation_config.cache_implementation
         if self.config.infini_layers and asked not in (None, "dynamic"):
             raise ValueError(
@@ -109,7 +110,7 @@ class MemoryGenerationMixin(ModelBase):
     def _step(self, compiled, own, layers, **inputs):
         cache, ids = inputs.get(CACHE), inputs.get("input_ids")
         if cache is None or ids is None or ids.shape[1] > 1 or not own.begin_step(cache):
-            return self(**inputs)
+            return self.__call__(**inputs)
         inputs.pop("attention_mask", None)  # of what has been read, which the cache knows
         output = compiled(**inputs | {CACHE: own})
         own.end_step(layers)

@@ -31,7 +31,7 @@ class SegmentBorder(Layout):
             `[batch, L]` bool, which of them leave it now: the memory takes them in, but for kept tokens.
     """
 
-    completing: Tensor | None
+    completing: Any
     complete_rows: Tensor | None
     oldest_numbers: Any = None
     taken_in: Any = None
@@ -64,9 +64,16 @@ def segment_border(
     that border. `sizes`: of the window, by their names in [`Layout`]; the others as in [`SegmentBorder`]."""
     length, local, sinks, kept_tokens = sizes.values()
     last, skipped = state.tokens_seen.unsqueeze(1) - 1, state.local_skipped
-    counts = {"tokens_seen": state.tokens_seen, "last_position": state.last_position, "memory_tokens": state.memory_tokens}
-    given = {**sizes, **counts, "positions": last, "next_skipped": skipped}
-    border = SegmentBorder(**given, completing=completing, complete_rows=complete_rows)
+    border = SegmentBorder(
+        **sizes,
+        positions=last,
+        tokens_seen=state.tokens_seen,
+        last_position=state.last_position,
+        memory_tokens=state.memory_tokens,
+        next_skipped=skipped,
+        completing=completing,
+        complete_rows=complete_rows,
+    )
     if completing is None:
         return border
     numbers = (last // length - local) * length + torch.arange(length, device=last.device)
@@ -173,9 +180,18 @@ def step_layout(
     last = last_position(1, real, position_ids, state.last_position)
     state = replace(state, tokens_seen=after, last_position=last, local_skipped=skipped)
     border = segment_border(state, sizes, completing if completes_segments else None, complete_rows)
-    own = {"rows": rows, "slot": slot, "sink": sink, "seen": slice(0, stop), "visible": visible[:, None, None]}
-    own |= {"unkept": unkept, "turned": turned, "filled": (left > kept_tokens)[:, None, None, None, None]}
-    return StepLayout(**vars(border) | {"positions": seen.unsqueeze(1), "real": real} | own)
+    given: dict[str, Any] = vars(border) | {"positions": seen.unsqueeze(1), "real": real}
+    return StepLayout(
+        **given,
+        rows=rows,
+        slot=slot,
+        sink=sink,
+        seen=slice(0, stop),
+        visible=visible[:, None, None],
+        unkept=unkept,
+        turned=turned,
+        filled=(left > kept_tokens)[:, None, None, None, None],
+    )
 
 
 def attend_step(call: AttentionCall) -> Attended:
