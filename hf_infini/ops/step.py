@@ -6,7 +6,7 @@ segment is full then writes the oldest segment of its window into the memory, an
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -180,7 +180,8 @@ def step_layout(
     last = last_position(1, real, position_ids, state.last_position)
     state = replace(state, tokens_seen=after, last_position=last, local_skipped=skipped)
     border = segment_border(state, sizes, completing if completes_segments else None, complete_rows)
-    given: dict[str, Any] = vars(border) | {"positions": seen.unsqueeze(1), "real": real}
+    given: dict[str, Any] = {field.name: getattr(border, field.name) for field in fields(border)}
+    given |= {"positions": seen.unsqueeze(1), "real": real}
     return StepLayout(
         **given,
         rows=rows,
