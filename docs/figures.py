@@ -194,8 +194,6 @@ def options_cost() -> str:
         '… `update_rule="delta"`': dict(update_rule="delta"),
         '… `update_rule="gated_delta"`': dict(update_rule="gated_delta"),
         '… `feature_map="exp"`': dict(feature_map="exp"),
-        '… `feature_map="learned"`': dict(feature_map="learned"),
-        '… `denominator="shared"`': dict(denominator="shared"),
         "… `local_segments=1`": dict(local_segments=1),
         '… `memory_init="learned"`': dict(memory_init="learned"),
         "… `memory_conv=3`": dict(memory_conv=3),

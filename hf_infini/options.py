@@ -62,12 +62,7 @@ class MemoryOptions(ConfigBase):
             of length one, by its value, and keeps a share α of everything; both are learned from the layer's input.
         feature_map (`str`, *optional*, defaults to `"elu"`):
             The function that makes positive features of the memory's queries and keys: `"elu"`, ELU + 1, as in the paper;
-            `"exp"`, with which one token can outweigh many others; or `"learned"`, exp(x W) with a matrix W for each head,
-            one for queries and one for keys, that starts as the identity.
-        denominator (`str`, *optional*, defaults to `"separate"`):
-            `"separate"`: window and memory each have one, and only the gate sets the memory's share, as in the
-            paper; `"shared"`: one softmax over both, in which each token of the memory weighs e^β σ(q)·σ(k) / head_dim, so
-            that the share also depends on what a token finds. There is then no fused kernel for the window.
+            or `"exp"`, with which one token can outweigh many others.
         local_segments (`int`, *optional*, defaults to 0):
             Earlier segments that the softmax attention still sees in full; 0 is the paper.
         sink_tokens (`int`, *optional*, defaults to 0):
@@ -82,8 +77,7 @@ class MemoryOptions(ConfigBase):
             w·x, with x the input of the layer's projections and a w for each key/value head that starts at zero (then the
             earliest are kept); or `"half"`, half of the places for each of the two.
         gate_init (`float`, *optional*, defaults to 0.0):
-            First value of every head's gate logit β; the memory's share of the output is sigmoid(β), unless window and
-            memory share a denominator.
+            First value of every head's gate logit β; the memory's share of the output is sigmoid(β).
         memory_init (`str`, *optional*, defaults to `"zeros"`):
             What a document's memory starts from: `"zeros"` (only local attention until the first segment is written),
             `"learned"` (parameters of each layer), or `"noise"` (a normaliser of 1e-10 times uniform noise: the study).
@@ -104,8 +98,7 @@ class MemoryOptions(ConfigBase):
     segment_length: int | None = number(None, at_least=1, at_most=2**20)
     n_segments: int | None = number(None, at_least=1)
     update_rule: UpdateRule = "linear"
-    feature_map: Literal["elu", "exp", "learned"] = "elu"
-    denominator: Literal["separate", "shared"] = "separate"
+    feature_map: Literal["elu", "exp"] = "elu"
     local_segments: int = number(0, at_least=0, at_most=2**16)
     sink_tokens: int = number(0, at_least=0)
     kept_tokens: int = number(0, at_least=0, at_most=2**20)
@@ -176,8 +169,8 @@ class MemoryOptions(ConfigBase):
         self.check_update_rule()  # of InfiniConfigMixin, which knows the rules
         if self.memory_write == "learned" and self.feature_map == "elu":
             raise ValueError(
-                "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' or "
-                f"'learned' with it; got feature_map={self.feature_map!r}."
+                "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' with it; "
+                f"got feature_map={self.feature_map!r}."
             )
         if self.layers is not None and (not self.layers or not {*self.layers} <= {*range(self.num_hidden_layers)}):
             raise ValueError(

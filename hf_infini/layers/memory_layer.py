@@ -31,7 +31,7 @@ from ..ops.state import AttentionCall, InfiniState, Projections
 from ..ops.window import ScoreOptions, window_attention
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
-PARAMETERS = ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "key_map")
+PARAMETERS = ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write")
 PARAMETERS += ("keep_weight", *(name for rule in RULES.values() for name in rule.parameters(1, 1)))
 # Normaliser of a learned start before training: softplus(0.5413) = 1, the value of σ at a key of zeros.
 LEARNED_NORMALISER = 0.5413
@@ -108,16 +108,11 @@ class MemoryLayerMixin(nn.Module):
     memory_conv: Tensor  # weights of the convolution, `[taps, width]`
     memory_write: Tensor  # times the input: the logarithm of a token's weight, `[kv_heads, width]`
     keep_weight: Tensor  # times the input: a token's score, `[kv_heads, width]`; set it, for a choice has no gradient
-    query_map: Tensor  # what queries are multiplied by before the exponential, `[heads, head_dim, head_dim]`
-    key_map: Tensor  # and keys
 
     @property
     def rule(self) -> MemoryRule:
         """How the memory is written, read and mixed in."""
-        options = {name: getattr(self.options, name) for name in ("feature_map", "denominator", "keep_score")}
-        if self.options.feature_map == "learned":
-            options |= {"feature_map": "exp", "query_map": self.query_map, "key_map": self.key_map}
-        return self._rule(**options)
+        return self._rule(feature_map=self.options.feature_map, keep_score=self.options.keep_score)
 
     @property
     def _rule(self) -> type[MemoryRule]:
@@ -125,7 +120,7 @@ class MemoryLayerMixin(nn.Module):
 
     def first_values(self, width: int) -> dict[str, Tensor]:
         """The first value of each parameter beside the gate, by its name; `width`: of the layer's input."""
-        config, (query_heads, heads, size) = self.options, self.head_counts
+        config, (_, heads, size) = self.options, self.head_counts
         values: dict[str, Tensor] = {}
         if config.memory_init == "learned":
             values["start_memory"] = torch.zeros(heads, size, size)
@@ -138,8 +133,6 @@ class MemoryLayerMixin(nn.Module):
         if config.kept_tokens and "learned" in KEEP_SCORES[config.keep_score]:
             values["keep_weight"] = torch.zeros(heads, width)
         values |= self._rule.parameters(heads, width)
-        if config.feature_map == "learned":
-            values["query_map"], values["key_map"] = (torch.eye(size).repeat(n, 1, 1) for n in (query_heads, heads))
         return values
 
     def add_memory_parameters(self, width: int, **options) -> None:

@@ -45,7 +45,6 @@ def infini_attention(
     *,
     update_rule: str = "linear",
     feature_map: str = "elu",
-    denominator: str = "separate",
     local_segments: int = 0,
     sink_tokens: int = 0,
     kept_tokens: int = 0,
@@ -55,7 +54,6 @@ def infini_attention(
     memory_mask: Tensor | None = None,
     state: InfiniState | None = None,
     return_state: bool = False,
-    feature_maps: tuple[Tensor, Tensor] | None = None,
     log_weight: Tensor | None = None,
     learned_score: Tensor | None = None,
     rotary: tuple[Tensor, ...] | None = None,
@@ -82,8 +80,6 @@ def infini_attention(
         update_rule: "linear"; "delta", which writes values less what the memory already answers to their keys; or
             "gated_delta", token by token with features less σ(0) of length one: M = α (M − β k kᵀ M) + β k vᵀ, read as q M.
         feature_map: what makes positive features of the memory's queries and keys: "elu", ELU + 1 (the paper), or "exp".
-        denominator: "separate", one for the window and one for the memory (the paper); or "shared", one for both, so that
-            the memory's share also depends on what the token finds: [`mix`].
         local_segments: earlier segments that the softmax sees, 0 in the paper.
         sink_tokens: how many first tokens of its document every query sees by softmax (attention sinks, arXiv 2309.17453);
             the memory never takes them in. Fewer than a segment has; 0 in the paper.
@@ -98,8 +94,6 @@ def infini_attention(
         memory_mask: `[batch, tokens]`, 0 for tokens that are seen inside the window but never written into the memory.
         state: continues an earlier call; see [`InfiniState`].
         return_state: also return the state after the last token.
-        feature_maps: `[heads, head_dim, head_dim]` and `[kv_heads, head_dim, head_dim]`, what the memory's queries and keys
-            are multiplied by before the feature map.
         log_weight: `[batch, kv_heads, tokens, 1]`, added to the memory's keys right before the feature map; with exponential
             features the logarithm of a token's weight. For the gated delta rule `[…, 2]`, log β and log α, neither positive.
         learned_score: `[batch, kv_heads, tokens]`, which has no gradient.
@@ -121,11 +115,9 @@ def infini_attention(
         ValueError: shapes, options or the state do not fit together; the message names them.
     """
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
-    query_map, key_map = feature_maps or (None, None)
-    options = {"feature_map": feature_map, "denominator": denominator, "keep_score": keep_score, "eps": eps}
-    rule = memory_rule(update_rule, query_map=query_map, key_map=key_map, **options)
+    rule = memory_rule(update_rule, feature_map=feature_map, keep_score=keep_score, eps=eps)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
-    given = (log_weight, learned_score, query_weight, feature_maps, rule, window, rotary)
+    given = (log_weight, learned_score, query_weight, rule, window, rotary)
     check_arguments(query, key, value, gate, *given, **numbers)
     tokens = Projections(query, key, value, log_weight, learned_score)
     masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
@@ -180,13 +172,13 @@ def attend_grid(call: AttentionCall) -> Attended:
             seen, evicted = keeping.choose(leaving, begin, end)
             keys, values, mask = with_kept(keys, values, mask, seen, layout, softmax)
             leaving, written = evicted[:3], evicted.position >= 0
-        local, log_sum, weights = window_attention(compared, keys, values, mask, softmax, rule.denominator == "shared")
+        local, weights = window_attention(compared, keys, values, mask, softmax)
         all_weights.append(weights)
         filled = (left > layout.kept_tokens)[:, :, None, None, None] if state.start_memory is None else None
         with torch.autocast(tokens.key.device.type, enabled=False):
             parts = rule.written(leaving[0].to(dtype), leaving[1].to(dtype), leaving[2], written)
             before, (memory, normaliser) = rule.states(parts, memory, normaliser, start, layout.continues(begin, end))
-            outputs.append(rule.mix(local, log_sum, queries, before, gate, filled).transpose(2, 3))
+            outputs.append(rule.mix(local, queries, before, gate, filled).transpose(2, 3))
         begin = end
     output = layout.from_grid(outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
     weights = _weights_per_token(torch.cat(all_weights, 1), layout) if softmax.written_out else None
@@ -271,7 +263,6 @@ def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
         "triton is not installed": importlib.util.find_spec("triton") is None,
         "code that came with a model has no kernels": not __name__.endswith(".ops.attention"),
         f"no kernel for update_rule={rule.update_rule!r}": rule.update_rule != "linear",
-        f"no kernel for denominator={rule.denominator!r}": rule.denominator != "separate",
         "local weights are returned": softmax.written_out,
         "no kernel for kept tokens": call.layout.kept_tokens > 0,
         "no kernel for dropout": softmax.dropout > 0,

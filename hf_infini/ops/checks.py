@@ -54,7 +54,7 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
 
 
 def check_arguments(
-    query, key, value, gate, log_weight, learned_score, query_weight, feature_maps, rule, window, rotary, **numbers
+    query, key, value, gate, log_weight, learned_score, query_weight, rule, window, rotary, **numbers
 ) -> None:
     """ValueError unless these arguments of [`infini_attention`] have the shapes that it says, and go with the update rule
     and the window, and `numbers` are within [`LIMITS`]."""
@@ -79,7 +79,6 @@ def check_arguments(
             "learned_score goes with kept_tokens and a keep_score of 'learned' or 'half', and with nothing else; got "
             f"{'none' if learned_score is None else 'one'} with kept_tokens={window[3]} and keep_score={rule.keep_score!r}."
         )
-    query_map, key_map = feature_maps or (None, None)
     for name, tensor, wanted in (
         ("key", key, (batch, kv_heads, tokens, head_dim)),
         ("value", value, (batch, kv_heads, tokens, value.shape[3])),
@@ -87,8 +86,6 @@ def check_arguments(
         ("log_weight", log_weight, (batch, kv_heads, tokens, rule.rates)),
         ("learned_score", learned_score, (batch, kv_heads, tokens)),
         ("query_weight", query_weight, (heads, head_dim, head_dim)),
-        ("feature_maps[0]", query_map, (heads, head_dim, head_dim)),
-        ("feature_maps[1]", key_map, (kv_heads, head_dim, head_dim)),
     ):
         if tensor is not None and tensor.shape != wanted:
             raise ValueError(f"{name} must be {list(wanted)} beside this query, got {list(tensor.shape)}.")

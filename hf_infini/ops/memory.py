@@ -14,7 +14,6 @@ head's memory, `D` head dimension, `E` value dimension. The heads come before th
 contiguous matrices.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,7 +24,6 @@ from torch.nn import functional as F
 
 EPS = 1e-6
 EXP_LIMIT = 30.0
-DENOMINATORS = ("separate", "shared")
 # Which scores of a token a choice of `keep_score` has; each has its share of the places (kept.py)
 KEEP_SCORES = {"attention": ("attention",), "learned": ("learned",), "half": ("attention", "learned")}
 
@@ -65,7 +63,6 @@ class MemoryRule:
     have one rate, the logarithm of its weight, which is added to its key before the feature map.
 
     Attributes:
-        query_map, key_map: `[heads, D, D]` and `[kv_heads, D, D]`, [`infini_attention`]'s `feature_maps`, or `None`.
         keep_score: which tokens are kept out of it, where some are.
 
     What a rule says of itself:
@@ -79,10 +76,7 @@ class MemoryRule:
     """
 
     feature_map: str = "elu"
-    denominator: str = "separate"
     eps: float = EPS
-    query_map: Tensor | None = None
-    key_map: Tensor | None = None
     keep_score: str = "attention"
 
     update_rule: ClassVar[str] = "linear"
@@ -91,8 +85,7 @@ class MemoryRule:
     not_with: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def __post_init__(self):
-        choices = {"feature_map": FEATURE_MAPS, "denominator": DENOMINATORS, "keep_score": KEEP_SCORES}
-        for name, allowed in choices.items():
+        for name, allowed in {"feature_map": FEATURE_MAPS, "keep_score": KEEP_SCORES}.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
         self.check(vars(self))
@@ -109,7 +102,7 @@ class MemoryRule:
         return FEATURE_MAPS[self.feature_map](x)
 
     def written(self, key: Tensor, value: Tensor, log_weight: Tensor | None, mask: Tensor | None = None) -> Written:
-        """What these tokens write: their features σ(k W + log w), their values, and, `[B, N, K, C, rates]` or `None`, the
+        """What these tokens write: their features σ(k + log w), their values, and, `[B, N, K, C, rates]` or `None`, the
         log rates that the rule does not write as part of the features. Zero, but for the values, for tokens that are not to
         be written.
 
@@ -117,7 +110,6 @@ class MemoryRule:
             key: `[B, N, K, C, D]`; value: `[B, N, K, C, E]`; log_weight: `[B, N, K, C, rates]`; `None`: zeros.
             mask: bool, which tokens are written, of a shape that broadcasts to `[B, N, K, C, 1]`; `None`: all.
         """
-        key = mapped(key, self.key_map)
         key = key if log_weight is None else key + log_weight.to(key.dtype)
         return self.features(key if mask is None else key.masked_fill(~mask, -torch.inf)), value, None  # σ(−∞) = 0
 
@@ -144,43 +136,31 @@ class MemoryRule:
         normalisers, last_normaliser = running_sum(features.sum(-2), normaliser, continues, first_normaliser)
         return (memories, normalisers), (last_memory, last_normaliser)
 
-    def read(self, features: Tensor, memory: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, features: Tensor, memory: Tensor, normaliser: Tensor) -> Tensor:
         """σ(q) M / (σ(q) z + ε), equation 3, for every segment at once.
 
         Args:
             features: σ(q), `[B, N, K, R, D]`; memory: `[B, N, K, D, E]`; normaliser: `[B, N, K, D]`.
 
         Returns:
-            What was read, `[B, N, K, R, E]`, and σ(q) z, the sum of σ(q)·σ(k) over the memory's tokens, `[B, N, K, R, 1]`.
+            What was read, `[B, N, K, R, E]`.
         """
-        read, mass = features @ memory, features @ normaliser.unsqueeze(-1)
-        inverse = (mass + self.eps).reciprocal()
-        return read * inverse if read.requires_grad else read.mul_(inverse), mass
+        read, inverse = features @ memory, (features @ normaliser.unsqueeze(-1) + self.eps).reciprocal()
+        return read * inverse if read.requires_grad else read.mul_(inverse)
 
-    def mix(
-        self, local: Tensor, log_sum: Tensor | None, query: Tensor, state: State, gate: Tensor, filled: Tensor | None
-    ) -> Tensor:
+    def mix(self, local: Tensor, query: Tensor, state: State, gate: Tensor, filled: Tensor | None) -> Tensor:
         """(1 − s) · local + s · read, equation 5, computed in the dtype of the memory and returned in that of `local`; the
-        memory's share s is sigmoid(β) with separate denominators.
-
-        With a shared one, the window's tokens weigh e^s each, as in its softmax, and the memory's e^β σ(q)·σ(k) / D, so that
-        one like all others weighs e^β. A query that finds nothing in the memory then leaves it out, which a constant share
-        cannot (after LoLCATs, arXiv 2410.10254, section 3.2).
+        memory's share s is sigmoid(β).
 
         Args:
-            local: what the window gives, `[B, N, H, C, E]`; log_sum: log Σ e^s over its tokens, `[B, N, H, C]`, where the
-                denominator is shared.
+            local: what the window gives, `[B, N, H, C, E]`.
             query: `[B, N, H, C, D]`; state: M `[B, N, K, D, E]` and z `[B, N, K, D]`; gate: β, `[H]`.
             filled: where the memory holds anything, of a shape that broadcasts; elsewhere s is 0. `None`: everywhere.
         """
         dtype, kv_heads = state[0].dtype, state[0].shape[2]
-        features = self.features(mapped(query.to(dtype), self.query_map)).unflatten(2, (kv_heads, -1)).flatten(3, 4)
-        found = self.read(features, *state)
-        read, mass = (part.unflatten(3, (-1, query.shape[3])).flatten(2, 3) for part in found)
-        share = gate.to(dtype)[:, None, None]
-        if log_sum is not None:
-            share = share + (mass + self.eps).log() - math.log(query.shape[4]) - log_sum.unsqueeze(-1)
-        share = torch.sigmoid(share)
+        features = self.features(query.to(dtype)).unflatten(2, (kv_heads, -1)).flatten(3, 4)
+        read = self.read(features, *state).unflatten(3, (-1, query.shape[3])).flatten(2, 3)
+        share = torch.sigmoid(gate.to(dtype)[:, None, None])
         share = share if filled is None else share * filled
         return torch.lerp(local.to(read.dtype), read, share).to(local.dtype)
 
@@ -214,8 +194,3 @@ class MemoryRule:
     ) -> State:
         """M and z after a segment with these features, values and log weights."""
         return memory + features.mT @ values, normaliser + features.sum(-2)
-
-
-def mapped(x: Tensor, weight: Tensor | None) -> Tensor:
-    """x W, or x."""
-    return x if weight is None else x @ weight.to(x.dtype)

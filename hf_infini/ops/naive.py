@@ -31,7 +31,6 @@ def naive_infini_attention(
     *,
     update_rule: str = "linear",
     feature_map: str = "elu",
-    denominator: str = "separate",
     local_segments: int = 0,
     sink_tokens: int = 0,
     kept_tokens: int = 0,
@@ -41,7 +40,6 @@ def naive_infini_attention(
     memory_mask: Tensor | None = None,
     state: InfiniState | None = None,
     return_state: bool = False,
-    feature_maps: tuple[Tensor, Tensor] | None = None,
     log_weight: Tensor | None = None,
     learned_score: Tensor | None = None,
     rotary: tuple[Tensor, ...] | None = None,
@@ -54,17 +52,17 @@ def naive_infini_attention(
 ) -> Tensor | tuple[Tensor, InfiniState]:
     """[`infini_attention`] with the same arguments and results, one token after the other, all in float32 or wider."""
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
-    rule = memory_rule(update_rule, feature_map=feature_map, denominator=denominator, keep_score=keep_score, eps=eps)
+    rule = memory_rule(update_rule, feature_map=feature_map, keep_score=keep_score, eps=eps)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
-    given = (log_weight, learned_score, query_weight, feature_maps, rule, window, rotary)
+    given = (log_weight, learned_score, query_weight, rule, window, rotary)
     check_arguments(query, key, value, gate, *given, **numbers)
     check_shapes(query.shape[0], query.shape[2], attention_mask, memory_mask, position_ids)
     if state is None:
         state = InfiniState.initial(key, value, *window, rule=rule, weighted=log_weight is not None)
     (batch, kv_heads, tokens, _), group, dtype = key.shape, query.shape[1] // key.shape[1], query.dtype
-    given = (query, key, value, gate, log_weight, query_weight, *(feature_maps or (None, None)))
-    query, key, value, gate, log_weight, query_weight, query_map, key_map = (_widen(part, state) for part in given)
-    options = SimpleNamespace(rule=RULES[update_rule], feature_map=FEATURE_MAPS[feature_map], denominator=denominator)
+    given = (query, key, value, gate, log_weight, query_weight)
+    query, key, value, gate, log_weight, query_weight = (_widen(part, state) for part in given)
+    options = SimpleNamespace(rule=RULES[update_rule], feature_map=FEATURE_MAPS[feature_map])
     options.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options.score_names = KEEP_SCORES[keep_score] if kept_tokens else ()
     vars(options).update(rotary=rotary, turn=turn, softcap=softcap, dropout=dropout, eps=eps)
@@ -73,8 +71,6 @@ def naive_infini_attention(
     outputs, states = [], []
     for row, head in itertools.product(range(batch), range(kv_heads)):
         own = slice(head * group, (head + 1) * group)  # the query heads that share this key/value head
-        options.query_map = None if query_map is None else query_map[own]
-        options.key_map = None if key_map is None else key_map[head : head + 1]
         options.query_weight = None if query_weight is None else query_weight[own]
         reader = _Head(state, row, head, window, options)
         for number in range(tokens):
@@ -171,13 +167,10 @@ class _Head:
             self.receive(scores.detach(), seen)
         output = F.dropout(torch.softmax(scores, -1), self.of.dropout) @ values  # [group, value_dim]
         if self.memory_tokens or self.start is not None:
-            features = self.features(query, self.of.query_map)
+            features = self.features(query)
             read, denominator = self.of.rule.naive_read(features, self.memory[None], self.normaliser[None], self.of.eps)
             read, denominator = read.squeeze(1), denominator.squeeze(1) if denominator.dim() else denominator
             share = torch.sigmoid(gate).unsqueeze(-1)
-            if self.of.denominator == "shared":
-                of_memory = gate.exp().unsqueeze(-1) * denominator / query.shape[-1]
-                share = of_memory / (of_memory + scores.exp().sum(-1, keepdim=True))
             output = share * read / denominator + (1 - share) * output
         self.seen += 1
         if self.seen % self.length == 0:
@@ -206,9 +199,8 @@ class _Head:
         at = [place + empty if place < self.sink_tokens else place for place in seen]
         return self.of.turn(states, *(table[at] for table in self.of.rotary))
 
-    def features(self, states, weight, log_weights=0):
+    def features(self, states, log_weights=0):
         """The memory's queries or keys, `[heads, tokens, head_dim]`."""
-        states = states if weight is None else states @ weight
         return self.of.rule.naive_features(states, log_weights, self.of.feature_map, self.of.eps)
 
     def write(self, segment):
@@ -219,7 +211,7 @@ class _Head:
         keys, values = (torch.stack([getattr(token, name) for token in segment])[None] for name in ("key", "value"))
         none = self.memory.new_zeros(self.of.rule.rates)
         weights = torch.stack([none if token.log_weight is None else token.log_weight for token in segment])[None]
-        features = self.features(keys, self.of.key_map, weights)
+        features = self.features(keys, weights)
         written = self.of.rule.naive_write(self.memory[None], self.normaliser[None], features, values, weights, self.of.eps)
         self.memory, self.normaliser = (part.squeeze(0) for part in written)
         self.memory_tokens += len(segment)

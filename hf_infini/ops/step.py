@@ -178,11 +178,10 @@ def attend_step(call: AttentionCall) -> Attended:
         if "attention" in KEEP_SCORES[rule.keep_score]:
             _add_received(scores, query, seen_keys, layout, softmax)
         state = replace(state, local_score=scores)
-    heads_per_key, shared = tokens.query.shape[1] // tokens.key.shape[1], rule.denominator == "shared"
-    weights = log_sum = None
-    if softmax.written_out or softmax.softcap or shared:
+    heads_per_key, weights = tokens.query.shape[1] // tokens.key.shape[1], None
+    if softmax.written_out or softmax.softcap:
         seen_keys, seen_values = (tensor.repeat_interleave(heads_per_key, 1) for tensor in (seen_keys, seen_values))
-        weights, log_sum = softmax_weights(query, seen_keys, layout.visible, softmax, values.dtype, shared)
+        weights = softmax_weights(query, seen_keys, layout.visible, softmax, values.dtype)
         if layout.real is not None:
             weights = weights.masked_fill(~layout.real[:, :, None, None], 0)
         output = weights @ seen_values
@@ -192,10 +191,9 @@ def attend_step(call: AttentionCall) -> Attended:
         output = F.scaled_dot_product_attention(query, seen_keys, seen_values, layout.visible, **options)
 
     with torch.autocast(keys.device.type, enabled=False):
-        log_sum = None if log_sum is None else log_sum.unsqueeze(1)
         held = state.memory.unsqueeze(1), state.normaliser.unsqueeze(1)
         filled = layout.filled if state.start_memory is None else None
-        output = rule.mix(output.unsqueeze(1), log_sum, tokens.query.unsqueeze(1), held, gate, filled).squeeze(1)
+        output = rule.mix(output.unsqueeze(1), tokens.query.unsqueeze(1), held, gate, filled).squeeze(1)
         state = _with_segments_complete(rule, state, layout)
     if layout.real is not None:
         output = output.masked_fill(~layout.real[:, :, None, None], 0)

@@ -65,42 +65,37 @@ class ScoreOptions:
 
 
 def window_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: ScoreOptions, with_log_sum: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: ScoreOptions
+) -> tuple[Tensor, Tensor | None]:
     """Softmax attention inside the window, for many segments in one call.
 
     Args:
         query: `[B, N, H, C, D]`; key and value: `[B, N, K, W, D]`; where a slot is empty the result means nothing.
         mask: bool, True = visible, `[B or 1, N, 1, C, W]`; `None`: every slot of a full window up to the query's own.
-        with_log_sum: also return the logarithm of the softmax's denominator, which is then written out.
 
     Returns:
-        The output `[B, N, H, C, D]`; log Σ e^s `[B, N, H, C]` or `None`; where `softmax.written_out`, the weights
-        `[B, N, H, C, W]`.
+        The output `[B, N, H, C, D]`; where `softmax.written_out`, the weights `[B, N, H, C, W]`.
     """
     heads_per_key, plain = query.shape[2] // key.shape[2], not (softmax.written_out or softmax.dropout or softmax.softcap)
-    in_tiles = plain and _tiles_are_faster(query, key, value, with_log_sum)
+    in_tiles = plain and _tiles_are_faster(query, key, value)
     # Torch's kernel for CPUs reads keys and values where they are, for all heads that share them; others would not be fused
-    if heads_per_key > 1 and (in_tiles or not plain or with_log_sum or query.device.type != "cpu"):
+    if heads_per_key > 1 and (in_tiles or not plain or query.device.type != "cpu"):
         key, value = (tensor.repeat_interleave(heads_per_key, 2) for tensor in (key, value))
     if in_tiles:
         if torch.is_autocast_enabled(query.device.type):
             query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
-        return *_Tiled.apply(query, key, value, mask, softmax, with_log_sum), None
-    return _all_queries(query, key, value, mask, softmax, with_log_sum)
+        return _Tiled.apply(query, key, value, mask, softmax), None
+    return _all_queries(query, key, value, mask, softmax)
 
 
-def softmax_weights(
-    query: Tensor, key: Tensor, mask: Tensor | None, softmax: ScoreOptions, dtype: torch.dtype, with_log_sum: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """softmax(scaling · Q Kᵀ) written out; query and key `[…, tokens, D]`; mask: bool, True = visible.
+def softmax_weights(query: Tensor, key: Tensor, mask: Tensor | None, softmax: ScoreOptions, dtype: torch.dtype) -> Tensor:
+    """softmax(scaling · Q Kᵀ) written out, `[…, tokens, keys]` in `dtype`.
 
-    Returns the weights `[…, tokens, keys]` in `dtype` and, if asked for, log Σ e^s `[…, tokens]`, in float32 or wider.
-    Scores that would be float16 are float32, for they can leave its range; torch's own kernel has them in float32, too.
+    query and key: `[…, tokens, D]`; mask: bool, True = visible. Scores that would be float16 are float32, for they can leave
+    its range; torch's own kernel has them in float32, too.
     """
     scores = masked_scores(query, key, mask, softmax)
-    log_sum = scores.to(torch.promote_types(scores.dtype, torch.float32)).logsumexp(-1) if with_log_sum else None
-    return F.dropout(scores.softmax(-1).to(dtype), softmax.dropout), log_sum
+    return F.dropout(scores.softmax(-1).to(dtype), softmax.dropout)
 
 
 def masked_scores(query: Tensor, key: Tensor, mask: Tensor | None, softmax: ScoreOptions) -> Tensor:
@@ -120,23 +115,23 @@ def masked_scores(query: Tensor, key: Tensor, mask: Tensor | None, softmax: Scor
     return scores
 
 
-def _all_queries(query, key, value, mask, softmax: ScoreOptions, with_log_sum: bool):
+def _all_queries(query, key, value, mask, softmax: ScoreOptions) -> tuple[Tensor, Tensor | None]:
     """[`window_attention`] without tiles: written out, with keys and values for all of the query's heads, or by torch's own
     kernel."""
     slots, width = query.shape[-2], key.shape[-2]
-    written_out = softmax.written_out or softmax.softcap or with_log_sum
+    written_out = softmax.written_out or softmax.softcap
     if mask is None and (written_out or width != slots):
         mask = causal(slots, key)
     if written_out:
-        weights, log_sum = softmax_weights(query, key, mask, softmax, value.dtype, with_log_sum)
-        return weights @ value, log_sum, weights if softmax.written_out else None
+        weights = softmax_weights(query, key, mask, softmax, value.dtype)
+        return weights @ value, weights if softmax.written_out else None
     if mask is not None and mask.dim() > 2:
         mask = mask.expand(query.shape[0], -1, -1, -1, -1).flatten(0, 1)
     flat = (tensor.flatten(0, 1) for tensor in (query, key, value))
     options = {"dropout_p": softmax.dropout, "is_causal": mask is None, "scale": softmax.scaling}
     options["enable_gqa"] = key.shape[2] < query.shape[2]
     output = F.scaled_dot_product_attention(*flat, attn_mask=mask, **options)
-    return output.view(*query.shape[:-1], value.shape[-1]), None, None
+    return output.view(*query.shape[:-1], value.shape[-1]), None
 
 
 def causal(slots: int, key: Tensor) -> Tensor:
@@ -145,41 +140,36 @@ def causal(slots: int, key: Tensor) -> Tensor:
     return torch.ones(slots, width, dtype=torch.bool, device=key.device).tril(width - slots)
 
 
-def _tiles_are_faster(query: Tensor, key: Tensor, value: Tensor, with_log_sum: bool) -> bool:
-    """Whether tiles have a faster gradient than torch. On a CPU they do against the fused kernel in half precision (two to
-    four times), and against a softmax that is written out, which would also keep every score."""
+def _tiles_are_faster(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether tiles have a faster gradient than torch: on a CPU, in half precision, two to four times."""
     if query.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    return wanted and (with_log_sum or query.dtype in (torch.bfloat16, torch.float16))
+    return wanted and query.dtype in (torch.bfloat16, torch.float16)
 
 
 class _Tiled(Function):
-    """A = P V with P = softmax(S), S = scaling · Q Kᵀ; ℓ = log Σ e^S;
+    """A = P V with P = softmax(S), S = scaling · Q Kᵀ;
 
-    g_V = Pᵀ g,  g_P = g Vᵀ,  g_S = P · (g_P − Σ P g_P) + P · g_ℓ,  g_Q = scaling · g_S K,  g_K = scaling · g_Sᵀ Q.
+    g_V = Pᵀ g,  g_P = g Vᵀ,  g_S = P · (g_P − Σ P g_P),  g_Q = scaling · g_S K,  g_K = scaling · g_Sᵀ Q.
 
     Some queries of every segment at a time, with a gradient that computes P again: [`_tiles_are_faster`] says where.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, mask, softmax, with_log_sum):
+    def forward(ctx, query, key, value, mask, softmax):
         ctx.save_for_backward(query, key, value, mask)
         ctx.scaling = softmax.scaling_of(query)
-        ctx.set_materialize_grads(False)
-        outputs, log_sums = [], []
+        outputs = []
         for tile, seen in _tiles(query, key):
             queries, keys, values = query[..., tile, :], key[..., :seen, :], value[..., :seen, :]
             visible = None if mask is None else mask[..., tile, :seen]
-            output, log_sum, _ = _all_queries(queries, keys, values, visible, softmax, with_log_sum)
-            outputs.append(output)
-            log_sums.append(log_sum)
-        return torch.cat(outputs, -2), torch.cat(log_sums, -1) if with_log_sum else None
+            outputs.append(_all_queries(queries, keys, values, visible, softmax)[0])
+        return torch.cat(outputs, -2)
 
     @staticmethod
-    def backward(ctx, gradient, log_sum_gradient):
+    def backward(ctx, gradient):
         query, key, value, mask = ctx.saved_tensors
-        gradient = query.new_zeros(*query.shape[:-1], value.shape[-1]) if gradient is None else gradient
         shapes, dtype = [tensor.shape for tensor in (query, key, value)], query.dtype
         wide = torch.float32 if dtype == torch.float16 else dtype  # whose range scores can leave
         query, key, value, gradient = (tensor.flatten(0, -3).to(wide) for tensor in (query, key, value, gradient))
@@ -197,15 +187,13 @@ class _Tiled(Function):
             weights = scores.softmax(-1)
             to_weights = gradients @ values.mT
             to_scores = torch._softmax_backward_data(to_weights, weights, -1, weights.dtype)
-            if log_sum_gradient is not None:
-                to_scores += weights * log_sum_gradient.flatten(0, -2)[:, tile, None].to(weights.dtype)
             to_query[:, tile] = _scaled_product(to_scores, keys, ctx.scaling)
             parts = [_scaled_product(to_scores.mT, queries, ctx.scaling), weights.mT @ gradients]  # to keys and values
             for to, part in zip(whole, parts, strict=False):  # at first there are none
                 to[:, :seen] += part
             whole = whole or parts
         gradients = (to.view(shape).to(dtype) for to, shape in zip((to_query, *whole), shapes, strict=True))
-        return *gradients, None, None, None
+        return *gradients, None, None
 
 
 def _scaled_product(left: Tensor, right: Tensor, scaling: float) -> Tensor:

@@ -1,8 +1,9 @@
-"""A conversion: its rows, its model, and what is fitted and trained of it."""
+"""A conversion: its rows, its model, and what is fitted and trained for it."""
 
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.data import ConcatDataset
 from transformers import TrainingArguments, set_seed
@@ -10,7 +11,7 @@ from transformers import TrainingArguments, set_seed
 from cli import UserError, one_line
 from cli.names import check_name
 from hf_infini import fit_keep_score, patch_model
-from hf_infini.layers.memory_layer import PARAMETERS, memory_layers
+from hf_infini.layers.memory_layer import memory_layers
 from hf_infini.models.adapter import restore_adapter
 from hf_infini.models.loading import fingerprint, load_causal_lm, load_tokenizer
 from hf_infini.options import context_limit
@@ -18,7 +19,7 @@ from support.prepared import open_folders, read_tokenizer
 from support.stages import read_json, read_manifest, write_json
 from training import console, run_folder, setup
 
-from .trainer import MemoryTrainer, first_beyond
+from .trainer import DistillationTrainer, first_beyond
 
 SCORES = "keep_score.json"
 
@@ -47,13 +48,13 @@ class Conversion:
         self.context = len(next(iter(folders.values()))[0]["input_ids"])
         self.rows = {folder: rows.with_transform(with_labels) for folder, rows in folders.items()}
         self.arguments: TrainingArguments = setup.training_arguments(
-            self.out / "memory", vars(options), max_steps=options.steps or 1, learning_rate=options.learning_rate,
+            self.out / "lora", vars(options), max_steps=options.steps or 1, learning_rate=options.learning_rate,
             lr_scheduler_type="cosine", warmup_steps=0.05, weight_decay=0.0, logging_steps=1, report_to=[],
         )  # fmt: skip
         setup.check_processes(self.arguments)
 
     def load_model(self):
-        """The plain model with memories, of which only these are trained.
+        """The plain model with its window, of which nothing is trained.
 
         Raises UserError when it cannot have them, or the data are of another tokenizer, or their rows too long or too short.
         """
@@ -76,12 +77,7 @@ class Conversion:
                 f"--data has rows of {self.context:,} tokens, and window, sinks and kept tokens hold all of the first "
                 f"{seen:,}: prepare longer rows, or give a smaller --segment_length or --kept_tokens"
             )
-        model.requires_grad_(False)
-        for layer in memory_layers(model).values():
-            for parameter_name, parameter in layer.named_parameters():
-                # The score of kept tokens has no gradient
-                parameter.requires_grad_(parameter_name.partition(".")[0] in set(PARAMETERS) - {"keep_weight"})
-        return model.to(self.arguments.device).eval()
+        return model.requires_grad_(False).to(self.arguments.device).eval()
 
     @torch.no_grad()
     def fit_score(self, model) -> dict:
@@ -102,15 +98,18 @@ class Conversion:
             layers[name].keep_weight.copy_(torch.tensor(weight))
         return {"rows": len(rows), "tokens": sum(map(len, rows))}
 
-    def train_memory(self, model) -> dict:
-        """Trains the memories, or goes on with what is in the folder; entries of `result.json`."""
-        arguments, steps, folder = self.arguments, self.options.steps, self.out / "memory"
+    def train_lora(self, model) -> tuple:
+        """Trains a LoRA, or goes on with the one in the folder; PEFT's wrapper, and entries of `result.json`."""
+        arguments, steps, folder = self.arguments, self.options.steps, self.out / "lora"
         rows_per_step = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
         tokens_per_step = rows_per_step * self.context
         with run_folder.open_run(folder, self.identity) as (_, checkpoint):
             set_seed(self.options.seed)
-            trainer = MemoryTrainer(
-                model, arguments, train_dataset=ConcatDataset(self.rows.values()), lengths=self.options.train_lengths,
+            rank = self.options.rank
+            how = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}  # alike in every family
+            model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, **how))
+            trainer = DistillationTrainer(
+                model, arguments, train_dataset=ConcatDataset(self.rows.values()),
                 callbacks=[run_folder.RunRecorder(folder, tokens_per_step)],
             )  # fmt: skip
             if arguments.should_save:
@@ -118,10 +117,10 @@ class Conversion:
             last = folder / f"checkpoint-{steps}"
             if checkpoint != last:
                 note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
-                run_folder.say(f"memory: {steps:,} steps of {tokens_per_step:,} tokens, {note}")
+                run_folder.say(f"LoRA: {steps:,} steps of {tokens_per_step:,} tokens, {note}")
                 console.speak_in_lines(trainer).train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
             restore_adapter(model, last)
-        return {"steps": steps, "tokens": steps * tokens_per_step}
+        return model, {"steps": steps, "tokens": steps * tokens_per_step}
 
     def claim_folder(self) -> None:
         """Says in the folder which conversion it is of."""

@@ -29,10 +29,9 @@ class Case:
     options: dict = field(default_factory=dict)
 
     def leaves(self) -> list[torch.Tensor]:
-        """Fresh copies that ask for gradients: query, key, value, gate, then log weights and feature maps if any."""
+        """Fresh copies that ask for gradients: query, key, value, gate, then log weights and scores if any."""
         tensors = [self.query, self.key, self.value, self.gate]
         tensors += [self.options[name] for name in TENSORS[3:] if name in self.options]
-        tensors += self.options.get("feature_maps", ())
         return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 
     def window(self) -> tuple[int, int, int, int]:
@@ -45,8 +44,6 @@ class Case:
         query, key, value, gate, *others = leaves or self.leaves()
         names = [name for name in TENSORS[3:] if name in self.options]
         whole = dict(self.options) | dict(zip(names, others, strict=False))
-        if "feature_maps" in whole:
-            whole["feature_maps"] = tuple(others[-2:])
         edges = [0, *cuts, query.shape[2]]
         outputs = []
         for begin, end in zip(edges, edges[1:], strict=False):
@@ -63,7 +60,7 @@ class Case:
 
 def random_case(seed: int | random.Random, dtype=torch.float32, **fixed) -> Case:
     """A small problem of random shape: any of ragged padding, packing, grouped heads, sinks, log weights, rotary,
-    soft cap, query weights, feature maps. What is drawn first of each choice is the simplest; [`cases`] shrinks to it."""
+    soft cap, query weights. What is drawn first of each choice is the simplest; [`cases`] shrinks to it."""
     pick = seed if isinstance(seed, random.Random) else random.Random(seed)
     draw = torch.Generator().manual_seed(seed if isinstance(seed, int) else pick.randrange(1000))
 
@@ -82,8 +79,6 @@ def random_case(seed: int | random.Random, dtype=torch.float32, **fixed) -> Case
     options = {"update_rule": fixed.get("update_rule", picked), "local_segments": pick.choice([0, 0, 1, 2])}
     rule = RULES[options["update_rule"]]
     options["feature_map"] = pick.choice(["elu", "elu", "exp"])
-    denominators = ["separate"] if "denominator" in rule.not_with else ["separate", "separate", "shared"]
-    options["denominator"] = pick.choice(denominators)
     if chance(50):
         options["attention_mask"] = torch.rand(batch, tokens, generator=draw) < pick.choice([0.3, 0.8])
     if chance(50):
@@ -108,9 +103,6 @@ def random_case(seed: int | random.Random, dtype=torch.float32, **fixed) -> Case
     options |= fixed
     if chance(40) and "rotary" not in fixed:
         options["rotary"] = rotary_of(segment_length, options, width, dtype)
-    if chance(30) and "feature_maps" not in fixed:  # near the identity, as they begin
-        heads = (kv_heads * heads_per_key, kv_heads)
-        options["feature_maps"] = tuple(torch.eye(width, dtype=dtype) + 0.3 * normal(count, width, width) for count in heads)
     return Case(
         query=normal(batch, kv_heads * heads_per_key, tokens, width),
         key=normal(batch, kv_heads, tokens, width),

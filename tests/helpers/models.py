@@ -117,7 +117,7 @@ def in_calls(model, ids, edges, cache=None, **columns) -> torch.Tensor:
 def naive_attend(call):
     """Stands in for the fast function inside a model; covers calls without padding or packing."""
     given = {name: getattr(call.layout, name) for name in ("segment_length", "local_segments", "sink_tokens")}
-    given |= {name: getattr(call.rule, name) for name in ("update_rule", "feature_map", "denominator")}
+    given |= {name: getattr(call.rule, name) for name in ("update_rule", "feature_map")}
     given |= {name: getattr(call.softmax, name) for name in ("rotary", "turn", "scaling", "softcap")}
     given |= {"log_weight": call.tokens.log_weight, "state": call.state, "return_state": True}
     return *naive_infini_attention(*call.tokens[:3], call.gate, **given), None

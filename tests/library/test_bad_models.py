@@ -107,11 +107,11 @@ DAMAGES = {
     "segments of parts": ("infini_gpt2", entries(segment_length=None, n_segments=5), "n_segments must divide n_positions"),
     "no rule": ("infini_gpt2", entries(update_rule="sum"), r"expected one of \('linear', 'delta', 'gated_delta'\), got sum"),
     "a rule's limits": (
-        "infini_gpt2", entries(update_rule="gated_delta", denominator="shared"), "does not go with denominator='shared'",
+        "infini_gpt2", entries(update_rule="gated_delta", memory_init="noise"), "does not go with memory_init='noise'",
     ),
     "sinks": ("infini_gpt2", entries(sink_tokens=8), "sink_tokens must be fewer than the 8 tokens of a segment; got 8"),
     "layers": ("infini_gpt2", entries(layers=[0, 3]), "layers must name some of the 3 layers, 0 to 2, or be None"),
-    "no features": ("infini_gpt2", entries(memory_write="learned"), "give feature_map='exp' or 'learned' with it"),
+    "no features": ("infini_gpt2", entries(memory_write="learned"), "give feature_map='exp' with it"),
     "heads": ("causal_mha", entries(n_head=3), "num_heads must divide d_out, .* 32 / 3"),
     "another attention": ("causal_mha", entries(attention="global"), "segment_length=8 belongs to attention='infini'"),
     "a family": ("infini_llama", entries(segment_length=None), "give exactly one of segment_length"),

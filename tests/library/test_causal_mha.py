@@ -150,7 +150,7 @@ def test_every_kind_is_its_equations_outputs_and_gradients(score, position, reac
             torch.testing.assert_close(ours, naive, **tolerance)
 
 
-RICH = {"feature_map": "exp", "denominator": "shared", "memory_write": "learned", "memory_conv": 3, "memory_init": "learned"}
+RICH = {"feature_map": "exp", "memory_write": "learned", "memory_conv": 3, "memory_init": "learned"}
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_infini_is_the_naive_function(position, score, kept, rule, memory):
         softmax = module.score_options(shared)
         log_weight = module.log_weight(hidden_states)
         start = module.start() | {"rule": module.rule, "weighted": log_weight is not None}
-        options = {name: getattr(module.config, name) for name in ("update_rule", "feature_map", "denominator")}
+        options = {name: getattr(module.config, name) for name in ("update_rule", "feature_map")}
         options |= {name: getattr(softmax, name) for name in ("scaling", "rotary", "query_weight")}
         heads = naive_infini_attention(
             query, key, value, module.gate(), 4, local_segments=kept, sink_tokens=kept, log_weight=log_weight, **options,

@@ -5,7 +5,7 @@ import torch
 
 from models import REACHES, causal_mha, token_ids
 
-RICH = {"feature_map": "exp", "denominator": "shared", "memory_write": "learned", "memory_conv": 3, "memory_init": "learned"}
+RICH = {"feature_map": "exp", "memory_write": "learned", "memory_conv": 3, "memory_init": "learned"}
 INFINI = REACHES["infini"]
 # Each encoding, score, reach and rule somewhere; the module's own tests have more combinations
 KINDS = [

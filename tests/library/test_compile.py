@@ -19,11 +19,10 @@ TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3
 
 
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-SHARED_ROPE = dict(denominator="shared", position_encoding="rope")
 MODELS = {
     "gpt2": lambda: infini_gpt2(n_layer=1, position_encoding="segment"),
     "gated_delta": lambda: infini_gpt2(n_layer=1, update_rule="gated_delta", memory_init="learned", segment_length=10),
-    "convolution": lambda: infini_gpt2(n_layer=1, memory_conv=2, local_segments=1, feature_map="learned", **SHARED_ROPE),
+    "convolution": lambda: infini_gpt2(n_layer=1, memory_conv=2, local_segments=1, position_encoding="rope"),
     "causal_mha": lambda: causal_mha(n_layer=1, attention="infini", segment_length=8, position_encoding="rope"),
     "gemma2": lambda: patch_model(decoder("gemma2", num_hidden_layers=2, **MIXED), segment_length=8, local_segments=1),
 }

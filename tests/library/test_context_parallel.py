@@ -38,7 +38,7 @@ def model_of(draw: random.Random, dtype: torch.dtype):
     if options["kept_tokens"]:
         options["keep_score"] = draw.choice(["attention", "learned", "half"])
     if rule != "gated_delta":
-        options |= draw.choice([{}, {"denominator": "shared"}, {"feature_map": "exp", "memory_write": "learned"}])
+        options |= draw.choice([{}, {"feature_map": "exp"}, {"feature_map": "exp", "memory_write": "learned"}])
     kind = draw.choice(["gpt2", "causal_mha", "llama"])
     if kind == "llama":
         model = patch_model(decoder("llama", num_hidden_layers=2), **options)

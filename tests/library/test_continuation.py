@@ -20,7 +20,7 @@ MODELS = {
     "gated_delta": lambda: infini_gpt2(update_rule="gated_delta", segment_length=5, memory_conv=2, position_encoding="rope"),
     "causal_mha": lambda: causal_mha(
         **{"attention": "infini", "segment_length": 4, "local_segments": 1, "position_encoding": "rope"},
-        **{"feature_map": "learned", "memory_write": "learned", "denominator": "shared"},
+        **{"feature_map": "exp", "memory_write": "learned"},
     ),
 }
 

@@ -129,7 +129,7 @@ def test_returned_beams_go_on_without_the_cache():
     ("make", "options"),
     [
         (infini_gpt2, VARIANTS[-1]),
-        (infini_gpt2, {"memory_conv": 2, "feature_map": "exp", "memory_write": "learned", "denominator": "shared"}),
+        (infini_gpt2, {"memory_conv": 2, "feature_map": "exp", "memory_write": "learned"}),
         (causal_mha, {"attention": "infini", "segment_length": 8, "position_encoding": "rope", "sink_tokens": 3}),
         (causal_mha, {"attention": "local", "sliding_window": 5, "position_encoding": "alibi"}),
     ],

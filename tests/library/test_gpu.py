@@ -58,7 +58,7 @@ def by_kernels(*tensors, **options):
 
 @pytest.mark.parametrize("seed", range(400, 412))
 def test_the_kernels_are_the_naive_reference_however_the_input_is_cut(seed):
-    case = random_case(seed, update_rule="linear", denominator="separate", width=16)
+    case = random_case(seed, update_rule="linear", width=16)
     case.options.pop("softcap", None)
     if "rotary" in case.options:
         case.options.pop("query_weight", None)

@@ -41,10 +41,10 @@ INFINIS = [
     (infini_gpt2, {"local_segments": 1, "sink_tokens": 3, "kept_tokens": 5}),
     (infini_gpt2, {"update_rule": "delta", "memory_init": "learned"}),
     (infini_gpt2, {"memory_init": "noise", "layers": [0, 2], "attn_implementation": "eager"}),
-    (infini_gpt2, {**EXP, "feature_map": "learned", "update_rule": "delta", "denominator": "shared", "local_segments": 1}),
+    (infini_gpt2, {**EXP, "update_rule": "delta", "local_segments": 1}),
     (infini_gpt2, {**KEEPS, "update_rule": "gated_delta", "memory_init": "learned", "keep_score": "learned"}),
     (causal_mha, {"attention": "infini", "segment_length": LENGTH, "position_encoding": "rope", "score": "dot", **EXP}),
-    (patched, {"model_type": "qwen3", **KEEPS, "keep_score": "half", "denominator": "shared"}),
+    (patched, {"model_type": "qwen3", **KEEPS, "keep_score": "half"}),
     (patched, {"model_type": "gemma2", "update_rule": "delta", "kept_tokens": 7, "layers": [0, 1, 3]}),
 ]
 DRAWN = [(causal_mha, {"attention": "infini", "position_encoding": "rope"} | drawn(seed)) for seed in range(6)]
@@ -62,10 +62,10 @@ def models(cases):
 
 
 def made(make, options):
-    """The model, its starts, convolutions, writing weights and maps not the same for all heads and places."""
+    """The model, its starts, convolutions and writing weights not the same for all heads and places."""
     model = make(**options)
     for name, parameter in model.named_parameters():
-        if name.endswith(("start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "keep_weight")):
+        if name.endswith(("start_memory", "start_normaliser", "memory_conv", "memory_write", "keep_weight")):
             parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.3)
     return model
 
@@ -165,10 +165,9 @@ def naive(call, value, gate, skipped, return_state=False):
         if value.shape[-1] != call.tokens.value.shape[-1]:  # no token's
             start["start_memory"] = torch.zeros(*key.shape[1::2], value.shape[-1]).double()
     state = InfiniState.initial(key, value, *window.values(), rule=rule, weighted=weight is not None, **start)
-    options = {name: getattr(rule, name) for name in ("update_rule", "feature_map", "denominator", "eps", "keep_score")}
+    options = {name: getattr(rule, name) for name in ("update_rule", "feature_map", "eps", "keep_score")}
     options |= {name: getattr(softmax, name) for name in ("scaling", "softcap", "rotary", "turn", "query_weight")}
-    maps = None if rule.query_map is None else (rule.query_map, rule.key_map)
-    given = {"state": state, "log_weight": weight, "feature_maps": maps, "memory_mask": ~skipped}
+    given = {"state": state, "log_weight": weight, "memory_mask": ~skipped}
     given |= {"learned_score": None if rule.keep_score == "attention" else score[..., -1], "return_state": return_state}
     return naive_infini_attention(call.tokens.query, key, value, gate, **window, **options, **given)
 
@@ -209,7 +208,7 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     has_memory = (gate > 0).squeeze(-1)
     assert found.shape == (2, heads, TOKENS, TOKENS)
     assert has_memory[..., -1].all() or call.layout.kept_tokens == TOKENS
-    # sigmoid(80) is 1 in float64, and so is the share of e^80 in a sum with the window's e^s, of e^30 at most
+    # sigmoid(80) is 1 in float64
     opened = torch.full((heads,), 80.0).double()
     memory = naive(call, units, opened, skipped)
     torch.testing.assert_close(found[has_memory], memory[has_memory], **FLOAT64)
@@ -220,8 +219,7 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     torch.testing.assert_close(layer.memory_heads[has_memory], read[has_memory], **FLOAT64)
     mixed = gate * layer.memory_heads + (1 - gate) * layer.local_heads
     torch.testing.assert_close(layer.heads, mixed, **FLOAT64)
-    if call.rule.denominator == "separate":
-        assert_close(gate.squeeze(-1), has_memory * layer.gate[:, None], 1e-9)
+    assert_close(gate.squeeze(-1), has_memory * layer.gate[:, None], 1e-9)
     sizes = (gate * layer.memory_heads).norm(dim=-1), ((1 - gate) * layer.local_heads).norm(dim=-1)
     assert_close(layer.memory_share, sizes[0] / (sizes[0] + sizes[1]), 1e-9)
 

@@ -45,10 +45,12 @@ def padded_and_packed(batch, tokens):
     return {"attention_mask": mask, "position_ids": columns - torch.where(starts, columns, 0).cummax(1).values}
 
 
-def learned_maps(heads, kv_heads, width):
+def weighted(heads, kv_heads, tokens, width):
+    """The memory's queries and keys are others than the window's."""
     draw = torch.Generator().manual_seed(1)
-    noise = (torch.randn(count, width, width, generator=draw) for count in (heads, kv_heads))
-    return {"feature_map": "exp", "feature_maps": tuple(torch.eye(width) + 0.1 * each for each in noise)}
+    query_weight = torch.eye(width) + 0.1 * torch.randn(heads, width, width, generator=draw)
+    log_weight = torch.randn(1, kv_heads, tokens, 1, generator=draw)
+    return {"feature_map": "exp", "query_weight": query_weight, "log_weight": log_weight}
 
 
 CASES = {  # sizes, whether rotary, options, cuts
@@ -56,10 +58,10 @@ CASES = {  # sizes, whether rotary, options, cuts
     "continued inside the sinks and inside a segment": (WINDOW, True, {}, (2, 31)),
     "padded and packed": ({**WINDOW, "batch": 2}, True, padded_and_packed(2, 60), ()),
     "padded and packed, continued": (WINDOW, False, padded_and_packed(1, 60), (20, 45)),
-    "learned maps and a mask of the memory": (
+    "weights of queries and tokens, and a mask of the memory": (
         {},
         False,
-        learned_maps(2, 1, 16) | {"memory_mask": torch.arange(60)[None] % 7 > 0},
+        weighted(2, 1, 60, 16) | {"memory_mask": torch.arange(60)[None] % 7 > 0},
         (24,),
     ),
 }
@@ -78,7 +80,7 @@ def test_outputs_states_and_gradients_are_those_of_the_reference(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(500, 500 + int(os.environ.get("HF_INFINI_EXAMPLES", "0"))))
 def test_random_cases(seed):
-    case = random_case(seed, update_rule="linear", denominator="separate", width=16)
+    case = random_case(seed, update_rule="linear", width=16)
     case.options.pop("softcap", None)
     if "rotary" in case.options:
         case.options.pop("query_weight", None)
@@ -91,7 +93,6 @@ def test_random_cases(seed):
     "options, reason",
     [
         ({"update_rule": "delta"}, "update_rule='delta'"),
-        ({"denominator": "shared"}, "denominator='shared'"),
         ({"softcap": 2.0}, "softcap"),
         ({"dropout": 0.1}, "dropout"),
         ({"width": 8}, "heads are 8 and 8 wide, not one of 16, 32, 64, 128"),

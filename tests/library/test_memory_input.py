@@ -17,17 +17,13 @@ DOCUMENTS = (11, 1, 4, 32, 2)  # lengths, 50 tokens in all
 
 
 def convolved(**options):
-    """A float64 model whose convolution, and what tokens weigh and feature maps if they are learned, are far from their
-    starts."""
+    """A float64 model whose convolution, and what tokens weigh if it is learned, are far from their starts."""
     model = infini_gpt2(**{"memory_conv": 3} | options).double()
     for block in model.transformer.h:
         if hasattr(block.attn, "memory_conv"):
             block.attn.memory_conv.data.normal_()
         if hasattr(block.attn, "memory_write"):
             block.attn.memory_write.data.normal_(std=0.3)
-        if hasattr(block.attn, "query_map"):
-            for weight in (block.attn.query_map, block.attn.key_map):
-                weight.data.add_(torch.randn_like(weight), alpha=0.3)
     return model
 
 
@@ -66,21 +62,14 @@ def test_the_convolution_is_its_formula_document_by_document(taps):
 
 
 @pytest.mark.parametrize("make", [gpt2, lambda: decoder("llama")], ids=["gpt2", "llama"])
-@pytest.mark.parametrize(
-    ("learned", "begins"),
-    [({"memory_conv": 3}, {}), ({"feature_map": "learned"}, {"feature_map": "exp"})],
-    ids=["convolution", "feature maps"],
-)
-def test_what_is_learned_starts_as_without_it(make, learned, begins):
-    """The second model has two query heads to a key's, each with a map of its own."""
+def test_a_convolution_starts_as_none(make):
     ids, options = token_ids(2, 50), {"segment_length": 8, "local_segments": 1}
-    model = patch_model(make(), **options, **learned)
-    assert torch.equal(model(ids).logits, patch_model(make(), **options, **begins)(ids).logits)
+    model = patch_model(make(), **options, memory_conv=3)
+    assert torch.equal(model(ids).logits, patch_model(make(), **options)(ids).logits)
     model(ids, labels=ids).loss.backward()
     for name, parameter in model.named_parameters():
-        if name.endswith(("query_map", "key_map", "memory_conv")):
-            parts = parameter.grad[1:] if name.endswith("conv") else parameter.grad.flatten(1)  # taps, heads
-            assert bool((parts != 0).any(-1).all())
+        if name.endswith("memory_conv"):
+            assert bool((parameter.grad[1:] != 0).any(-1).all())
 
 
 # --- what tokens weigh ------------------------------------------------------------------------------------------------

@@ -29,8 +29,7 @@ def memories(draw, layers: int, family: str) -> dict:
     options = {"segment_length": draw(st.integers(1, 9))}
     options["update_rule"] = draw(st.sampled_from(["linear", "delta", "gated_delta"]))
     normalised = options["update_rule"] != "gated_delta"
-    options["feature_map"] = draw(st.sampled_from(["elu", "exp", "learned"]))
-    options["denominator"] = draw(st.sampled_from(["separate", "shared"][: 1 + normalised]))
+    options["feature_map"] = draw(st.sampled_from(["elu", "exp"]))
     options["local_segments"] = draw(st.integers(0, 2))
     options["sink_tokens"] = draw(st.integers(0, min(3, options["segment_length"] - 1)))
     options["memory_init"] = draw(st.sampled_from(["zeros", "learned", "noise"][: 2 + normalised]))

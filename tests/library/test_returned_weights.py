@@ -42,8 +42,7 @@ def with_weights(case, cuts):
     window = (case.segment_length, options.pop("local_segments"), options.pop("sink_tokens", 0))
     of_scores = {name: options.pop(name, None) for name in ("softcap", "rotary", "query_weight")}
     softmax = ScoreOptions(written_out=True, **of_scores)
-    maps = dict(zip(("query_map", "key_map"), options.pop("feature_maps", ()), strict=False))
-    rule = memory_rule(**maps, **options)
+    rule = memory_rule(**options)
     outputs, weights = [], []
     for begin, end in zip(edges, edges[1:], strict=False):
         now = {name: None if tensor is None else tensor[:, begin:end] for name, tensor in of_tokens.items()}

@@ -16,7 +16,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ..layout.base import GridLayout
-from ..memory import mapped
 from ..state import Attended, AttentionCall
 from . import backward, forward
 from .parts import INTERPRETED, Constants, Known, Rows, Seeing, Window
@@ -85,7 +84,7 @@ class Launcher(NamedTuple):
 
 def run(call: AttentionCall) -> Attended:
     """As [`attend`] of ops/attention.py, for a call that fits."""
-    layout, rule, softmax, state, log_weight = call.layout, call.rule, call.softmax, call.state, call.tokens.log_weight
+    layout, softmax, state, log_weight = call.layout, call.softmax, call.state, call.tokens.log_weight
     kind = call.tokens.query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else call.tokens.query.dtype
     query, key, value = (tensor.to(dtype) for tensor in call.tokens[:3])
@@ -93,15 +92,9 @@ def run(call: AttentionCall) -> Attended:
         key, value = (_with_window(layout, *pair) for pair in ((key, state.local_key), (value, state.local_value)))
         if log_weight is not None and state.local_log_weight is not None:
             log_weight = _with_window(layout, log_weight, state.local_log_weight)
-    memory_query = memory_key = None
-    if rule.query_map is not None:
-        memory_query = mapped(query.float(), rule.query_map)
-    if rule.key_map is not None or log_weight is not None:
-        memory_key = mapped(key.float(), rule.key_map)
-        memory_key = memory_key if log_weight is None else memory_key + log_weight.float()
+    memory_query, memory_key = None, None if log_weight is None else key.float() + log_weight.float()
     if softmax.query_weight is not None:
-        memory_query = query if memory_query is None else memory_query
-        query = query @ softmax.query_weight.to(dtype)
+        memory_query, query = query, query @ softmax.query_weight.to(dtype)
     sink_key = sink_value = None
     if layout.sink_tokens and layout.begun:  # they may be in the state's window, which the grid does not hold
         pairs = (call.tokens.key, state.local_key), (call.tokens.value, state.local_value)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..memory import MemoryRule, Written, mapped
+from ..memory import MemoryRule, Written
 from .scan import DeltaScan
 
 # Logits of β and α before training: β = 1/2; α = 0.999994, of which 16,384 tokens leave 90 %, and which still has a gradient
@@ -32,7 +32,6 @@ class Rule(MemoryRule):
     normalised = False
     rates = 2  # log β and log α, neither positive
     not_with = {
-        "denominator": ("shared", "its memory has no denominator that the window could share"),
         "memory_init": ("noise", "the noise is a first normaliser, and its memory has none"),
         "memory_write": ("learned", "its β already is a learned weight of each token"),
     }
@@ -43,8 +42,8 @@ class Rule(MemoryRule):
         return centred * (centred.square().sum(-1, keepdim=True) + self.eps).rsqrt()
 
     def written(self, key: Tensor, value: Tensor, log_weight: Tensor | None, mask: Tensor | None = None) -> Written:
-        """σ(k W) beside log β and log α, all of them zero for tokens that are not written."""
-        features = self.features(mapped(key, self.key_map))
+        """σ(k) beside log β and log α, all of them zero for tokens that are not written."""
+        features = self.features(key)
         log_weight = features.new_zeros(*key.shape[:-1], 2) if log_weight is None else log_weight.to(features.dtype)
         return (features, value, log_weight) if mask is None else (features * mask, value, log_weight * mask)
 
@@ -55,8 +54,8 @@ class Rule(MemoryRule):
         return (memories, normaliser.unsqueeze(1).expand(-1, key.shape[1], -1, -1)), (last_memory, normaliser)
 
     def read(self, features, memory, normaliser):
-        """q M, whose mass σ(q) z counts as 0."""
-        return features @ memory, features.new_zeros(*features.shape[:-1], 1)
+        """q M."""
+        return features @ memory
 
     @classmethod
     def parameters(cls, heads: int, width: int) -> dict[str, Tensor]:

@@ -44,8 +44,7 @@ class LayerInspection:
 
     Attributes:
         gate: `[head]`, sigmoid(β).
-        token_gate: `[batch, head, query]`, g: sigmoid(β), but 0 where the document has no memory yet, and another for each
-            token where window and memory share a denominator.
+        token_gate: `[batch, head, query]`, g: sigmoid(β), but 0 where the document has no memory yet.
         local_heads: `[batch, head, query, head_dim]`, weights · values: the softmax attention of the local window.
         memory_heads: `[batch, head, query, head_dim]`, what was read from the memory; 0 where the document has none yet.
         memory_weights: `[batch, head, query, key]`, the part that each token's value has in that: memory_heads =

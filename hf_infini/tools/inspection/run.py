@@ -165,22 +165,20 @@ def _memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     call, gate = call._replace(tokens=Projections(*widened)), _widen(call.gate)
     local, weights, _ = _attended(call, torch.full_like(gate, -torch.inf))
     memory, memory_weights, held = _attended(call, torch.full_like(gate, torch.inf))
-    mixed, mixed_weights, _ = _attended(call, gate)
-    apart = memory_weights - weights  # 0 where the document has no memory yet: then all three are the local attention
-    has_memory = apart.any(-1, keepdim=True)
+    has_memory = (memory_weights != weights).any(-1, keepdim=True)  # before, both are the local attention
     memory, memory_weights = memory * has_memory, memory_weights * has_memory
-    share = ((mixed_weights - weights) * apart).sum(-1, keepdim=True) / apart.square().sum(-1, keepdim=True)
-    share = torch.where(has_memory, share, 0)
-    of_memory, of_local = (share * memory).norm(dim=-1), ((1 - share) * local).norm(dim=-1)
+    share = torch.sigmoid(gate)[:, None, None] * has_memory
+    memory_part, local_part = share * memory, (1 - share) * local
+    of_memory, of_local = memory_part.norm(dim=-1), local_part.norm(dim=-1)
     width, places = local.shape[-1], torch.arange(call.layout.segments, device=local.device)
     grid = places[None, :, None, None, None].expand(call.layout.batch, -1, call.layout.slots, 1, 1)
     segments = call.layout.from_grid(grid)[:, 0, :, 0]  # [B, T]
     norm, holds = held[..., :width].flatten(3).norm(dim=-1), held[..., width:].any(3)
-    groups = mixed.shape[1] // held.shape[1]
+    groups = local.shape[1] // held.shape[1]
     return {
         "scores": _scores(call, weights),
         "weights": weights,
-        "heads": mixed,
+        "heads": memory_part + local_part,
         "local_heads": local,
         "memory_heads": memory,
         "memory_weights": memory_weights,

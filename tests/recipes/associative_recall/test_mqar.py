@@ -141,13 +141,13 @@ def test_bytes_of_state():
 
 
 def test_the_memory_does_not_decay():
-    model = build("gated_delta+conv", feature_map="learned")
+    model = build("gated_delta+conv")
     groups = model.parameter_groups(0.1)
     names = {parameter: name for name, parameter in model.named_parameters()}
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     assert sum(len(group["params"]) for group in groups) == len(names)
     own = {names[parameter].removeprefix("mixers.1.") for parameter in groups[1]["params"]}
-    assert own == {"gate.weight", "memory_conv", "memory_rates", "memory_rates_bias", "query_map", "key_map"}
+    assert own == {"gate.weight", "memory_conv", "memory_rates", "memory_rates_bias"}
 
 
 def test_the_interval_counts_rows_that_answer_alike_as_one_answer():
@@ -236,7 +236,7 @@ REFUSED = [
     (["--memory", "gate_init"], ["--memory gate_init: give NAME=VALUE"]),
     (["--memory", "gate_init=1", "gate_init=2"], ["--memory gate_init=2", "once"]),
     (["--memory", "update_rule=delta"], ["--memory update_rule=delta"]),  # which the mixers say
-    (["--memory", "denominator=shared"], ["--mixers gated_delta: ", "denominator='shared'"]),
+    (["--memory", "memory_init=noise"], ["--mixers gated_delta: ", "memory_init='noise'"]),
     (["--heads", 3], ["--heads 3 must divide --d_model 16"]),
     (["--test", "16x5x10"], ["--test 16x5x10: the length must be even, at least 4 * pairs = 20"]),
     (["--test", "63x4x10"], ["--test 63x4x10: the length must be even"]),

@@ -50,14 +50,14 @@ def run(checkpoint, base, out, *options) -> dict:
     return json.loads((out / "result.json").read_text())
 
 
-def learned(out) -> dict[str, torch.Tensor]:
-    return load_file(out / "adapter" / "infini_adapter.safetensors")
+def learned(out, name="infini_adapter") -> dict[str, torch.Tensor]:
+    return load_file(out / "adapter" / f"{name}.safetensors")
 
 
 def test_a_score_that_is_fitted_is_all_that_is_learned(checkpoint, base, tmp_path):
     out = tmp_path / "out"
     result = run(checkpoint, base, out, *KEPT)
-    assert result["keep_score"] == {"rows": 3, "tokens": 3 * CONTEXT} and "memory" not in result
+    assert result["keep_score"] == {"rows": 3, "tokens": 3 * CONTEXT} and "lora" not in result
     assert {name.rpartition(".")[2] for name in learned(out)} == {"weight", "keep_weight"}
     model = load_adapter(LlamaForCausalLM.from_pretrained(checkpoint), out / "adapter")
     options = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 7, "keep_score": "half"}
@@ -73,15 +73,17 @@ def test_a_score_that_is_fitted_is_all_that_is_learned(checkpoint, base, tmp_pat
     assert (learned(out)["0.keep_weight"] == 1).all()
 
 
-def test_a_memory_is_trained_on_a_fitted_score_and_recipes_read_it(checkpoint, base, tmp_path):
+def test_a_lora_is_trained_on_a_fitted_score_and_recipes_read_it(checkpoint, base, tmp_path):
     out = tmp_path / "out"
-    result = run(checkpoint, base, out, *KEPT, "--steps", 3, "--learning_rate", 0.02)
-    assert result["memory"] == {"steps": 3, "tokens": 3 * CONTEXT} and result["options"]["train_lengths"] == [8, 4]
+    result = run(checkpoint, base, out, *KEPT, "--steps", 3, "--learning_rate", 0.02, "--rank", 2)
+    assert result["lora"] == {"steps": 3, "tokens": 3 * CONTEXT}
     fitted = json.loads((out / "keep_score.json").read_text())["by_layer"]
+    lora = learned(out, "adapter_model")
+    assert len(lora) == 3 * 7 * 2 and all(tensor.any() and 2 in tensor.shape for tensor in lora.values())
     model = load_adapter(LlamaForCausalLM.from_pretrained(checkpoint), out / "adapter").eval()
-    for name, layer in memory_layers(model).items():
+    for name, layer in memory_layers(model.base_model.model).items():
         torch.testing.assert_close(layer.keep_weight, torch.tensor(fitted[name]), rtol=2**-8, atol=0)
-        assert (layer.gate.weight != -4).all()
+        assert (layer.gate.weight == -1000).all()
 
     given = ["--model", checkpoint, "--data", prepared_data(base), "--max_tokens", 2 * CONTEXT, "--out", tmp_path / "e"]
     evaluate_model.main([*map(str, [*given, "--adapter", out / "adapter"])])
@@ -110,7 +112,8 @@ def test_a_gpt2_learns_from_rows_that_ask_beside_running_text(checkpoint, base, 
     AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "gpt2")
     gpt2(vocab_size=LlamaConfig.from_pretrained(checkpoint).vocab_size, n_layer=2).save_pretrained(tmp_path / "gpt2")
     run(tmp_path / "gpt2", base, tmp_path / "out", "--data", prepared_data(base), tmp_path / "asking", "--steps", 2)
-    assert load_adapter(load_causal_lm(tmp_path / "gpt2"), tmp_path / "out" / "adapter").config.infini_layers == [0, 1]
+    model = load_adapter(load_causal_lm(tmp_path / "gpt2"), tmp_path / "out" / "adapter")
+    assert model.base_model.model.config.infini_layers == [0, 1]
 
 
 def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkeypatch):
@@ -128,10 +131,10 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
         patch.setattr(trainer, "divergence_beyond", stop)
         run(checkpoint, base, tmp_path / "stopped", *options)
     assert end.value.code == 130 and not (tmp_path / "stopped" / "adapter").exists()
-    saved = {file.name for file in (tmp_path / "stopped" / "memory" / "checkpoint-2").iterdir()}
-    assert "infini_adapter.safetensors" in saved and "model.safetensors" not in saved
+    saved = {file.name for file in (tmp_path / "stopped" / "lora" / "checkpoint-2").iterdir()}
+    assert "adapter_model.safetensors" in saved and "model.safetensors" not in saved
     run(checkpoint, base, tmp_path / "stopped", *options)
-    whole, stopped = learned(tmp_path / "whole"), learned(tmp_path / "stopped")
+    whole, stopped = (learned(tmp_path / name, "adapter_model") for name in ("whole", "stopped"))
     assert whole.keys() == stopped.keys() and all(torch.equal(whole[key], stopped[key]) for key in whole)
 
 
@@ -146,7 +149,6 @@ def test_what_cannot_be_converted(checkpoint, base, tmp_path, capsys):
         ([], ["nothing would be learned: give --kept_tokens with --keep_score"]),
         ([*train, "--segment_length", 32], ["rows of 64 tokens", "hold all of the first 64", "prepare longer rows"]),
         ([*KEPT, "--kept_tokens", CONTEXT], ["rows of 64 tokens", "give a smaller --segment_length or --kept_tokens"]),
-        ([*train, "--train_lengths", 9], ["give lengths above --sink_tokens 2, up to --segment_length 8"]),
         ([*train, "--data", prepared_data(base), tmp_path / "short"], ["--data: the rows of all folders must be of one"]),
         ([*train, "--data", tmp_path / "other"], ["was prepared with another tokenizer than that of"]),
     ):  # fmt: skip

@@ -18,7 +18,7 @@ from training.dilution import Dilution, weigh_memories
 train = load_recipe("train")
 
 FLOAT64 = 1e-9  # logits of size 1 to 10; thousands of tokens added up in another order
-EXP = dict(feature_map="exp", memory_write="learned", memory_conv=2, denominator="shared")
+EXP = dict(feature_map="exp", memory_write="learned", memory_conv=2)
 
 
 @pytest.mark.parametrize(
