@@ -8,7 +8,7 @@ import hashlib
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -31,17 +31,18 @@ from .tools.reader import Reader
 KEPT = Path(HF_HOME) / "hf_infini"  # memory files by the content of a text, and fitted scores by the model
 WINDOW = {"segment_length": 128, "local_segments": 1, "sink_tokens": 4}  # of a plain model without an adapter
 KEPT_TOKENS = 1788  # 2,048 places with these
-DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Model = Annotated[str, typer.Argument(help="A causal language model: folder or name on the Hub.")]
 Documents = Annotated[list[Path], typer.Argument(help="Text, Markdown, HTML or PDF; several are read as one.", exists=True)]
-Adapter = Annotated[str | None, typer.Option(help="Of the model's memory: folder or name on the Hub.")]
+Adapter = Annotated[str | None, typer.Option(help="Fitted memory of the model: folder or name on the Hub.")]
 KeptTokens = Annotated[
-    int | None, typer.Option(min=1, help=f"That each head keeps. [default: {KEPT_TOKENS}, or the adapter's]")
+    int | None, typer.Option(min=1, help=f"Tokens that each head keeps. [default: {KEPT_TOKENS}, or the adapter's]")
 ]
 NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: a GPU where there is one.")]
-Dtype = Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)} (as they are saved).")]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type of the weights; auto: as they are saved.")
+]
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
@@ -54,7 +55,7 @@ def ask(
         list[str] | None, typer.Option("--question", "-q", help="Asked of the documents; without one, a chat begins.")
     ] = None,
     memory: Annotated[Path | None, typer.Option(help="Memory file. [default: by the content, in a cache folder]")] = None,
-    chat_template: Annotated[bool, typer.Option(help="The model's own, or plain questions and answers.")] = True,
+    chat_template: Annotated[bool, typer.Option(help="The model's own template, or plain questions and answers.")] = True,
     max_new_tokens: NewTokens = 300,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
@@ -104,7 +105,7 @@ def read(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Reads documents, and writes what the model remembers of them: a memory file, for `continue`."""
+    """Reads documents once, and writes a memory file for `continue`."""
     text = read_documents(documents)
     net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, text)
     cache = Reader(net, tokenizer).read(text, file=out, split_special_tokens=True)
@@ -117,9 +118,7 @@ def go_on(
     model: Model,
     memory: Annotated[Path, typer.Argument(help="Memory file of `read`.", exists=True, dir_okay=False)],
     texts: Annotated[list[str], typer.Argument(help="What comes next; each of several goes on from the memory.")],
-    sample: Annotated[bool, typer.Option(help="Draw tokens by their probability, or take the likeliest.")] = False,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Of --sample: below 1, likelier tokens.")] = 1.0,
-    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Of --sample: among the likeliest with this sum.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Above 0 tokens are drawn; 0: the likeliest.")] = 0,
     max_new_tokens: NewTokens = 200,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
@@ -132,12 +131,11 @@ def go_on(
     """
     net, tokenizer = _load(model, adapter, kept_tokens, device, dtype)
     reader = Reader(net, tokenizer, cache=InfiniCache.from_pretrained(memory, net))
-    options = {"do_sample": sample, "max_new_tokens": max_new_tokens}
-    options |= {"temperature": temperature, "top_p": top_p} if sample else {}
+    options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     if len(texts) == 1:
-        reader.generate(texts[0], streamer=_streamer(tokenizer), **options)
+        reader.generate(texts[0], streamer=_streamer(tokenizer), max_new_tokens=max_new_tokens, **options)
         return
-    for text, more in zip(texts, reader.generate(texts, **options), strict=True):
+    for text, more in zip(texts, reader.generate(texts, max_new_tokens=max_new_tokens, **options), strict=True):
         _say(f"> {text}")
         print(more)
 
@@ -147,15 +145,12 @@ def fit(
     model: Model,
     documents: Documents,
     out: Annotated[Path, typer.Option(help="Folder of the adapter to write.", file_okay=False)],
-    kept_tokens: Annotated[int, typer.Option(min=1, help="That each head keeps.")] = KEPT_TOKENS,
-    segment_length: Annotated[int, typer.Option(min=1, help="Tokens of a segment; the window has two.")] = 128,
-    rows: Annotated[int, typer.Option(min=1, help="Of 1,700 tokens, made of the documents and invented facts.")] = 24,
+    kept_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each head keeps.")] = KEPT_TOKENS,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Fits which tokens are worth keeping, on text such as will be read: a small adapter."""
-    net, tokenizer = _loaded(model, device, dtype)
-    _fit(net, tokenizer, read_documents(documents), out, rows, WINDOW | {"segment_length": segment_length}, kept_tokens)
+    """Fits on documents which tokens are worth keeping, for --adapter."""
+    _fit(*_loaded(model, device, dtype), read_documents(documents), out, kept_tokens)
     _say(f"{out}: use it with --adapter, or hf_infini.load_adapter")
 
 
@@ -163,12 +158,12 @@ def fit(
 def convert(
     model: Model,
     out: Annotated[Path, typer.Option(help="Folder of the model to write.", file_okay=False)],
-    adapter: Annotated[str, typer.Option(help="Of `fit` or recipes/convert.py: folder or name on the Hub.")],
+    adapter: Annotated[str, typer.Option(help="That `fit` or recipes/convert.py wrote: folder or name on the Hub.")],
     kept_tokens: KeptTokens = None,
     code: Annotated[bool, typer.Option(help="Also for machines without hf-infini (trust_remote_code=True).")] = False,
     dtype: Dtype = "auto",
 ) -> None:
-    """Writes a model with its memory as one folder, which `from_pretrained` loads after `import hf_infini`."""
+    """Writes model and memory as one folder. After `import hf_infini`, `from_pretrained` loads it."""
     net, tokenizer = _load(model, adapter, kept_tokens, "cpu", dtype)
     net.save_pretrained(out, save_code=code)
     tokenizer.save_pretrained(out)
@@ -178,10 +173,10 @@ def convert(
 @app.command()
 def estimate(
     model: Model,
-    tokens: Annotated[list[int], typer.Option(min=1, help="Lengths of a text.")] = [8_192, 131_072, 1_048_576],  # noqa: B006
-    kept_tokens: Annotated[int, typer.Option(min=1, help="That each head keeps.")] = KEPT_TOKENS,
+    tokens: Annotated[list[int], typer.Option(min=1, help="Length of a text; give several.")] = [8_192, 131_072, 1_048_576],  # noqa: B006
+    kept_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each head keeps.")] = KEPT_TOKENS,
 ) -> None:
-    """Megabytes of the cache of one text, with all tokens and with a memory, from the model's configuration alone."""
+    """Megabytes of a cache, with all tokens and with a memory. Only the model's configuration is needed."""
     config = AutoConfig.from_pretrained(model)
     options = {} if hasattr(config, "infini_layers") else WINDOW | {"kept_tokens": kept_tokens}
     print(f"{'tokens':>12} {'all':>12} {'memory':>12}")
@@ -195,13 +190,13 @@ def inspect(
     model: Model,
     document: Annotated[Path, typer.Argument(help="Text, Markdown, HTML or PDF.", exists=True, dir_okay=False)],
     out: Annotated[Path, typer.Option(help="HTML page to write.", dir_okay=False)],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of its beginning; a head takes 1.3 · tokens² bytes.")] = 200,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of its beginning; a head takes 1.3 · tokens² bytes.")] = 200,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Writes a page of what every head does with a text: weights, and what it keeps where the model has a memory."""
+    """Writes a page of what every head does with a text. It has the weights and, of a memory, what is kept."""
     net, tokenizer = _loaded(model, device, dtype)
     net = net if adapter is None else merged(load_adapter(net, adapter, kept_tokens=kept_tokens))
     ids = tokenizer(read_document(document), add_special_tokens=False, return_tensors="pt")["input_ids"][:, :max_tokens]
@@ -212,14 +207,14 @@ def inspect(
 @app.command()
 def demo(
     model: Model,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Of the page, which only this machine sees.")] = 7860,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the page, which only this machine sees.")] = 7860,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """A page in the browser that reads and answers, and shows the cache and what the heads keep. Of a plain model, `ask`
-    or `fit` must have fitted the score."""
+    """Serves a page for the browser that reads and answers. It shows the cache and what the heads keep. A plain model needs
+    --adapter, or a score that `ask` has fitted before."""
     from .tools.demo import Demo
 
     net, tokenizer = _load(model, adapter, kept_tokens, device, dtype)
@@ -253,9 +248,12 @@ def _load(model: str, adapter: str | None, kept_tokens: int | None, device: str,
     if adapter is None and not (fitted / RECORD).exists():  # the file that is written last
         if text is None:
             raise ValueError(f"{model} has no memory: give the --adapter with which the text was read.")
-        _fit(net, tokenizer, text, fitted, 24, WINDOW, KEPT_TOKENS)
+        _fit(net, tokenizer, text, fitted, KEPT_TOKENS)
         unpatch_model(net)
-    net = merged(load_adapter(net, adapter or fitted, kept_tokens=kept_tokens))
+    try:
+        net = merged(load_adapter(net, adapter or fitted, kept_tokens=kept_tokens))
+    except OSError as error:
+        raise ValueError(f"cannot load the adapter {adapter or fitted}: {error}") from error
     if not net.config.infini_layers:
         raise ValueError(f"{model} has no memory.")
     return net.eval(), tokenizer
@@ -263,27 +261,29 @@ def _load(model: str, adapter: str | None, kept_tokens: int | None, device: str,
 
 def _loaded(model: str, device: str, dtype: str):
     """A model as it was saved, on a device, and its tokenizer."""
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype}.")
     try:
-        net: Any = load_causal_lm(model, dtype=DTYPES[dtype])
+        net: Any = load_causal_lm(model, dtype=dtype)
         tokenizer = load_tokenizer(model, net)
     except OSError as error:
         raise ValueError(f"cannot load {model}: {error}") from error
     found = torch.accelerator.current_accelerator(check_available=True) if device == "auto" else device
-    return net.eval().to(found or "cpu"), tokenizer
+    try:
+        return net.eval().to(found or "cpu"), tokenizer
+    except (AssertionError, RuntimeError) as error:  # of torch: unknown, not there, or too small
+        raise ValueError(f"--device {device} cannot be used; cpu can: {error}") from error
 
 
-def _fit(net, tokenizer, text: str, folder: Path, rows: int, window: dict, kept_tokens: int) -> None:
+def _fit(net, tokenizer, text: str, folder: Path, kept_tokens: int) -> None:
     """Gives a plain model a window and kept tokens, fits their score, and writes it."""
     if hasattr(net.config, "infini_layers"):
         raise ValueError("this model has a memory already; a score is fitted for a plain one.")
+    folder.mkdir(parents=True, exist_ok=True)  # now, if it cannot be made, and not after the fit
+    options: dict[str, Any] = WINDOW | {"kept_tokens": kept_tokens, "keep_score": "learned", "gate_init": -1000.0}
     if net.config.model_type == "gpt2":
-        window = window | {"position_encoding": "segment"}  # texts longer than its positions
-    patch_model(net, **window, kept_tokens=kept_tokens, keep_score="learned", gate_init=-1000.0)
+        options["position_encoding"] = "segment"  # texts longer than its positions
+    patch_model(net, **options)
     _say("fitting which tokens are worth keeping; this is done once for a model")
-    length = min(1700, net.config.max_position_embeddings)
-    fit_keep_score(net, asking_rows(tokenizer, text, rows=rows, length=length))
+    fit_keep_score(net, asking_rows(tokenizer, text, length=min(1700, net.config.max_position_embeddings)))
     save_adapter(net, folder, torch.bfloat16)
 
 

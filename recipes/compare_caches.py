@@ -12,7 +12,7 @@ plain       the model as it is: its cache grows with the text;
 window      sinks, and a window of all other tokens;
 random      sinks, a window of up to 256 tokens, and tokens kept by chance;
 attention, learned, half
-            the same, kept by that `keep_score`; the last two take the scores of --adapter, made by recipes/convert.py.
+            the same, kept by that `keep_score`; the last two take the scores of --adapter, made by hf-infini fit.
 
 StreamingLLM, SnapKV, KeyDiff, ExpectedAttention
             presses of kvpress (passkey only): they read the whole prompt with a growing cache, then leave so many tokens;

@@ -1,5 +1,6 @@
 """A page in the browser that reads a document and answers, and shows the cache beside a plain one and what heads keep."""
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -60,19 +61,15 @@ class Demo:
         if error := done.exception():
             raise gradio.Error(str(error)) from error
 
-    def kept(self, layer: int, head: int) -> str:
-        """The document's tokens that a head keeps, in order; "…" is what lies between."""
+    def kept(self, layer: int, head: int) -> list[tuple[str, str | None]]:
+        """The document in pieces, of which those that a head keeps have a label."""
         layers: Any = self.reader.texts[max(self.reader.texts, key=len)].layers
         state = layers[int(layer)].state
         ids = self.tokenizer(self.reader.document, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         before = int(state.tokens_seen[0]) - len(ids)  # of the chat's template
-        places = [place for place in state.kept_position[0, int(head)].tolist() if place >= before]
-        runs, last = [], None
-        for place in places:
-            runs.append([]) if last is None or place != last + 1 else None
-            runs[-1].append(ids[place - before])
-            last = place
-        return " … ".join(self.tokenizer.decode(run).strip() for run in runs)
+        kept = set(state.kept_position[0, int(head)].tolist())
+        runs = itertools.groupby(enumerate(ids, before), lambda one: "kept" if one[0] in kept else None)
+        return [(self.tokenizer.decode([token for _, token in run]), label) for label, run in runs]
 
     def page(self) -> gradio.Blocks:
         """The page, to be launched."""
@@ -81,15 +78,18 @@ class Demo:
             gradio.Markdown("# Ask a document\nIt is read once, into a cache that does not grow.")
             files = gradio.File(label="Text, Markdown, HTML or PDF", file_count="multiple", height=140)
             read, table = gradio.Button("Read", variant="primary"), gradio.Markdown()
-            chat, question = gradio.Chatbot(label="Chat", height=300), gradio.Textbox(label="Question", submit_btn=True)
+            chat = gradio.Chatbot(label="Chat", height=300, buttons=["copy_all"])  # no button that publishes it
+            question = gradio.Textbox(label="Question", submit_btn=True)
             read.click(self.read, files, [table, chat])
             question.submit(self.answer, [question, chat], [question, chat])
             if config.kept_tokens:
                 with gradio.Accordion("What a head keeps of the document", open=False):
-                    layer = gradio.Dropdown(config.infini_layers, value=config.infini_layers[0], label="Layer")
+                    layers, window = config.infini_layers, config.local_segments * config.tokens_per_segment + 1
+                    layer = gradio.Dropdown(layers, value=layers[len(layers) // 2], label="Layer")
                     head = gradio.Dropdown(list(range(key_heads(config)[0])), value=0, label="Key/value head")
-                    kept = gradio.Textbox(label="Kept tokens", lines=8)
-                    gradio.Button("Show").click(self.kept, [layer, head], kept)
+                    label = f"Coloured: kept. The last {window:,} tokens or more are in the window, and stay, too."
+                    show, kept = gradio.Button("Show"), gradio.HighlightedText(label=label, show_inline_category=False)
+                    show.click(self.kept, [layer, head], kept)
         return page
 
 

@@ -148,7 +148,7 @@ class Reader:
             raise ValueError("give texts that go on, by one token at least, beyond what has been read of them.")
         cache = copy.copy(before)
         if len(texts) == 1 and len(ids[0]) > self.chunk:
-            cache = self._read_on(cache, ids[0][: -self.chunk], False)
+            cache = self._read_on(cache, ids[0][: -self.chunk], True)
             ids = [ids[0][-self.chunk :]]
         pad: Any = next(i for i in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0) if i is not None)
         cache.batch_repeat_interleave(len(texts))

@@ -20,7 +20,7 @@ __all__ += ["parse_yaml", "read_yaml"]
 # What an option's metadata may demand of its number, or of each in its list
 BOUNDS = {"at_least": operator.ge, "greater_than": operator.gt, "at_most": operator.le, "below": operator.lt}
 SEED = {"at_least": 0, "at_most": 2**32 - 1}  # NumPy's generators take no other
-ADAPTER = "Adapter by recipes/convert.py to put on --model: a folder or a name on the Hub."
+ADAPTER = "Adapter of hf-infini fit or finetune_lora.py to put on --model: a folder or a name on the Hub."
 
 
 def option(default, help_text: str, **metadata):

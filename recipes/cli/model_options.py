@@ -26,7 +26,6 @@ MEMORY, SCRATCH = (
 ATTENTIONS = {"gpt2": ("infini", "self"), "causal_mha": _OPTIONS["choices"](_OF_SCRATCH["ScratchOptions"])["attention"]}
 SIZES = ("n_layer", "n_embd", "n_head")
 SHOWN = ("segment_length", "local_segments", "update_rule", "memory_conv")  # of the memory's options, in --help
-WINDOW = ("segment_length", "local_segments", "sink_tokens", "kept_tokens", "keep_score", "layers", "mask_special_tokens")
 # What a recipe adds to what hf_infini says of an option
 NOTES = dict.fromkeys(("segment_length", "sliding_window"), "Default: an eighth of the context.")
 NOTES["mask_special_tokens"] = "Nor are they learned to be predicted, with or without a memory. Default: True."
@@ -78,14 +77,6 @@ ModelOptions = make_dataclass(
     bases=(MainOptions,),
     namespace={"__doc__": "What was given; `None` is the configuration's default or what it has in `--init_from`."},
 )  # fmt: skip
-
-
-def window_choices(defaults: dict) -> type:
-    """The options of what the softmax sees, as a dataclass of those that were given; `None` is the default, a recipe's own
-    one of `defaults` or else the configuration's."""
-    notes = {name: f"Default: {default}." for name, default in defaults.items()}
-    made = _optional(_OPTIONS["MemoryOptions"], "window", WINDOW, notes)
-    return make_dataclass("WindowChoices", [entry for entry in made if entry[0] in WINDOW])
 
 
 def given_options(options, names=None) -> dict:

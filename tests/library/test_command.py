@@ -194,7 +194,7 @@ def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
     second = run("ask", *words, "-q", "Who?", "--max-new-tokens", 3)
     assert second.out == first.out and "fitting" not in second.err
     # The same score as an adapter, a memory file that goes on, and a model of one folder
-    run("fit", *words, "--out", tmp_path / "adapter", "--rows", 24, "--kept-tokens", 24, "--segment-length", 16)
+    run("fit", *words, "--out", tmp_path / "adapter", "--kept-tokens", 24)
     model = load_adapter(AutoModelForCausalLM.from_pretrained(folders["plain"]), tmp_path / "adapter")
     again = load_adapter(AutoModelForCausalLM.from_pretrained(folders["plain"]), scores)
     names = [name for name in model.state_dict() if name.endswith("keep_weight")]
@@ -214,7 +214,7 @@ def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
         output = whole.generate(ids, max_new_tokens=4, do_sample=False)
         wanted.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
     assert several.out == "".join(f"{text}\n" for text in wanted)
-    one = run("continue", folders["plain"], tmp_path / "m", texts[0], *options, "--sample", "--top-p", 0.01)
+    one = run("continue", folders["plain"], tmp_path / "m", texts[0], *options, "--temperature", 0.001)
     assert one.out == f"{wanted[0]}\n"
     page = tmp_path / "page.html"
     run("inspect", *words, "--out", page, "--adapter", tmp_path / "adapter", "--max-tokens", 40)
@@ -244,7 +244,8 @@ def test_estimate_prints_a_table(folders, run):
     [
         (["ask", "nowhere", "DOC"], "cannot load nowhere"),
         (["ask", "MEMORY", "DOC", "--kept-tokens", 8], "has the options of its memory: leave --adapter and"),
-        (["ask", "MEMORY", "DOC", "--dtype", "int3"], "--dtype must be one of auto, float32, bfloat16, float16; got int3"),
+        (["ask", "PLAIN", "DOC", "--adapter", "nowhere"], "cannot load the adapter nowhere"),
+        (["ask", "MEMORY", "DOC", "--device", "gpu"], "--device gpu cannot be used; cpu can: "),
         (["fit", "MEMORY", "DOC", "--out", "x"], "has a memory already"),
         (["continue", "PLAIN", "DOC", "text"], "give the --adapter with which the text was read"),
         (["continue", "MEMORY", "DOC", "text"], "damaged or no memory file"),

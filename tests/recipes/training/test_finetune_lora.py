@@ -1,9 +1,11 @@
 """A LoRA beside kept tokens: what is saved is what was measured, in 4 bits too, and trackers receive each head's gate."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from decoders import decoder
@@ -23,13 +25,10 @@ KEEPING = {"segment_length": 16, "local_segments": 1, "sink_tokens": 4, "kept_to
 TEXT = "\n\n".join(f"{number} squared is {number**2}. " * 8 for number in range(60))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("four_bits", [False, True], ids=["LoRA", "QLoRA"])
-def test_what_is_saved_is_what_was_measured(four_bits, tmp_path):
-    if four_bits:
-        pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
+def begun(tmp_path):
+    """A prepared folder, a model and its adapter in a folder, as arguments of the recipe."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    data, out = tmp_path / "data", tmp_path / "out"
+    data = tmp_path / "data"
     how = ["--text_unit", "paragraph", "--tokenizer", "characters", "--context", 128, "--validation", 0.3]
     run_recipe("prepare", "--source", tmp_path / "text.txt", *how, "--out", data)
     tokens = json.loads((data / "manifest.json").read_text())["tokenizer"]
@@ -39,10 +38,42 @@ def test_what_is_saved_is_what_was_measured(four_bits, tmp_path):
         (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
     save_adapter(patch_model(model.bfloat16(), gate_init=-4.0, **KEEPING), tmp_path / "adapter")
 
-    given = ["--model", tmp_path / "model", "--adapter", tmp_path / "adapter", "--data", data, "--out", out, "--rows", 3]
-    given += ["--steps", 4, "--learning_rate", 0.01, "--report_to", "tensorboard", *(["--four_bits"] if four_bits else [])]
+    given = ["--model", tmp_path / "model", "--adapter", tmp_path / "adapter", "--data", data, "--rows", 3]
+    return data, [*given, "--steps", 4, "--learning_rate", 0.01]
+
+
+def contestants(out, data) -> dict[str, dict]:
+    return {each["way"]: each for each in json.loads(out.with_suffix(".json").read_text())["contestants"][str(data)]}
+
+
+@pytest.mark.slow
+def test_what_the_plain_model_predicts_is_learned_and_a_stopped_training_ends_the_same(tmp_path):
+    (data, given), out = begun(tmp_path), tmp_path / "out"
+    given += ["--learn", "plain", "--save_steps", 2, "--learning_rate", 0.001]
+    run_recipe("finetune_lora", *given, "--out", out)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines[-1]["train_loss"] < lines[0]["train_loss"]
+    stopped = tmp_path / "stopped"
+    stopped.mkdir()
+    shutil.copytree(out / "checkpoint-2", stopped / "checkpoint-2")
+    shutil.copy(out / "run.json", stopped)
+    run_recipe("finetune_lora", *given, "--out", stopped)
+    whole, found = (load_file(folder / "adapter_model.safetensors") for folder in (out, stopped))
+    assert whole.keys() == found.keys() and all(torch.equal(whole[name], found[name]) for name in whole)
+    assert contestants(out, data)["kept, after"]["beyond"] == contestants(stopped, data)["kept, after"]["beyond"]
+    before = load_file(out / "checkpoint-2" / "adapter_model.safetensors")
+    assert any(not torch.equal(whole[name], before[name]) for name in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("four_bits", [False, True], ids=["LoRA", "QLoRA"])
+def test_what_is_saved_is_what_was_measured(four_bits, tmp_path):
+    if four_bits:
+        pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
+    (data, given), out = begun(tmp_path), tmp_path / "out"
+    given += ["--report_to", "tensorboard", "--out", out, *(["--four_bits"] if four_bits else [])]
     printed = run_recipe("finetune_lora", *given).stdout
-    found = {each["way"]: each for each in json.loads(out.with_suffix(".json").read_text())["contestants"]}
+    found = contestants(out, data)
     assert len(found) == 6 and "| kept, after, 64" in printed and found["plain, after"]["beyond_count"] == 64
     for way in ("kept", "window", "plain"):
         assert sum(found[f"{way}, after"]["beyond"]) < sum(found[f"{way}, before"]["beyond"])

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from conversion.teacher import full_attention
 from decoders import decoder
 from hf_infini import patch_model
 from models import gpt2, token_ids
+from training.teacher import full_attention
 
 IDS = token_ids(2, 60)
 MAKERS = {name: lambda name=name: decoder(name) for name in ("llama", "gemma2", "smollm3", "gpt_neox")} | {"gpt2": gpt2}
