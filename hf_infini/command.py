@@ -158,7 +158,7 @@ def fit(
 def convert(
     model: Model,
     out: Annotated[Path, typer.Option(help="Folder of the model to write.", file_okay=False)],
-    adapter: Annotated[str, typer.Option(help="That `fit` or recipes/convert.py wrote: folder or name on the Hub.")],
+    adapter: Annotated[str, typer.Option(help="That `fit` or recipes/finetune_lora.py wrote: folder or name on the Hub.")],
     kept_tokens: KeptTokens = None,
     code: Annotated[bool, typer.Option(help="Also for machines without hf-infini (trust_remote_code=True).")] = False,
     dtype: Dtype = "auto",

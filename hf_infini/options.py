@@ -196,6 +196,19 @@ def help_texts(options: type) -> dict[str, str]:
     return {name: f"{text} {ranges[name].capitalize()}." if ranges.get(name) else text for name, text in texts.items()}
 
 
+# Options that earlier versions had, each with the one value that means what is left
+REMOVED = {"denominator": "separate"}
+
+
+def without_removed(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a file that an earlier version wrote, without those that have gone; ValueError where one had a value that
+    nothing has the meaning of any more."""
+    for name, value in REMOVED.items():
+        if options.get(name, value) != value:
+            raise ValueError(f"{name}={options[name]!r} was an option of an earlier version and has gone: train without it.")
+    return {name: value for name, value in options.items() if name not in REMOVED}
+
+
 # What any configuration says of its model
 
 

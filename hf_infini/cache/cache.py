@@ -83,8 +83,9 @@ class InfiniCache(Cache):
         ValueError: the configuration names no layers with memory.
     """
 
-    is_compileable = True
-    completes_segments = True  # within a call
+    is_compileable = True  # `generate` asks; what it compiles gets a StepCache in this one's place
+    completes_segments = True  # the attention itself does; of a StepCache `end_step`
+    in_step = False  # whether a compiled step has begun and not ended
 
     @check_kinds
     def __init__(self, config: PreTrainedConfig):
@@ -149,8 +150,9 @@ class InfiniCache(Cache):
         return None
 
     def check_finished(self) -> None:
-        """ValueError where a call has failed halfway, and left keys and values in some of the layers of full attention."""
-        if len({self.get_seq_length(layer) for layer in range(len(self.layers))}) > 1:
+        """ValueError where a call has failed halfway: a compiled step, or one that left keys and values in some of the
+        layers of full attention."""
+        if self.in_step or len({self.get_seq_length(layer) for layer in range(len(self.layers))}) > 1:
             raise ValueError("a call with this cache has failed halfway: make a new one and read the text again.")
 
     def advance(self, of_call: Cache, input_ids: Tensor | None, tokens: int) -> None:

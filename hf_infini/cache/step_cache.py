@@ -1,7 +1,6 @@
 """What compiled steps of `generate` read and write: tensors that stay where they are. CUDA graphs know addresses only."""
 
 import weakref
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,16 +10,17 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from ..ops.layout.base import WINDOW_SIZES
+from ..ops.rules import memory_rule
 from ..ops.state import InfiniState
 from ..ops.step import segment_border, with_segments_complete
 from .cache import TEXT_END, InfiniCache
 
-COUNTS = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")  # the same tensors in all layers
+SHARED = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")  # the same tensors in all layers
 
 
 class StepCache(InfiniCache):
-    """Holds the states of one cache at a time. A model has one, so that the graph of one generation does for the next; a
-    cache of other shapes gets new tensors.
+    """Holds the states of one cache at a time. A model has one, so that the graph of one generation serves the next; a cache
+    of other shapes gets new tensors.
 
     A call with it is one real token for every row, and writes into the tensors. It leaves a segment that is complete to
     `end_step`, outside of the graph: the host counts in which rows there is one, and waits for the device only where a cache
@@ -35,11 +35,17 @@ class StepCache(InfiniCache):
         self._steps = 0  # since it has moved in
         self._borders: dict[int, Tensor] = {}  # after how many steps, modulo L, which rows complete a segment
 
+    def is_for(self, config: PreTrainedConfig) -> bool:
+        """Whether a model has the configuration that this was made for; it may have been patched anew."""
+        return self._config is config and self.window == config.window
+
     def begin_step(self, cache: InfiniCache) -> bool:
-        """Moves the states of a cache in, if they are not here; another one gives up the tensors before. False while a row
-        lacks sinks, which a compiled step does not look for."""
+        """Moves the states of a cache in, if they are not here; the cache that was here gets copies of its own. False while
+        a row lacks sinks, which a compiled step does not look for. A step that fails leaves the cache `in_step`."""
+        cache.check_finished()
         pairs: Any = [*zip(self.layers, cache.layers, strict=True)]
         if self._holder() is cache and all(own.state is layer.state for own, layer in pairs):
+            cache.in_step = True
             return True
         if cache.state is None or int(cache.state.tokens_seen.min()) < self.window[2]:
             return False
@@ -49,40 +55,48 @@ class StepCache(InfiniCache):
             if self._config.mask_special_tokens and layer.state.local_skipped is None:
                 nothing = torch.zeros_like(layer.state.local_key[:, 0, :, 0], dtype=torch.bool)
                 layer.state = replace(layer.state, local_skipped=nothing)
-        if _kinds(self.tensors()) != _kinds(cache.tensors()):
-            self.text, counts = {name: _fixed(tensor) for name, tensor in cache.text.items()}, {}
+        if _signatures(self.tensors()) != _signatures(cache.tensors()):
+            self.text, shared = {name: _static_like(tensor) for name, tensor in cache.text.items()}, {}
             for own, _ in pairs:
                 own.state = None  # freed before there are new ones
             for own, layer in pairs:
-                own.state = replace(layer.state.map(_fixed), **counts)
-                counts = counts or {name: getattr(own.state, name) for name in COUNTS}
+                own.state = replace(layer.state.map(_static_like), **shared)
+                shared = shared or {name: getattr(own.state, name) for name in SHARED}
         write_into(self.tensors(), cache.tensors())
         for own, layer in pairs:
             layer.state = own.state
         cache.text, self._holder, self._steps = dict(self.text), weakref.ref(cache), 0
-        until = -pairs[0][0].state.tokens_seen % self.window[0]
-        self._borders = {steps: (until == steps).nonzero().squeeze(1) for steps in until.unique().tolist()}
+        to_border = -pairs[0][0].state.tokens_seen % self.window[0]
+        self._borders = {steps: (to_border == steps).nonzero().squeeze(1) for steps in to_border.unique().tolist()}
+        cache.in_step = True
         return True
 
-    def end_step(self, layers: Iterable[Any]) -> None:
-        """After the call of a step: counts it, and completes segments by the rules of the model's `layers`."""
+    def end_step(self, cache: InfiniCache) -> None:
+        """After the call of a step: counts it, and completes segments."""
         self._steps += 1
-        for cached in self._holder().layers:
-            cached.columns += 1
+        of_cache: Any = cache.layers
+        for layer in of_cache:
+            layer.columns += 1
+        cache.in_step = False
         length, state, rows = self.window[0], self.state, self._borders.get(self._steps % self.window[0])
         if rows is None or state is None:
             return
         sizes = dict(zip(WINDOW_SIZES, self.window, strict=True))
         border = segment_border(state, sizes, state.tokens_seen % length == 0, rows)
-        pairs: Any = zip(self.layers, layers, strict=True)
-        for own, layer in pairs:
-            new = with_segments_complete(layer.rule, own.state, border).after(border)
+        config = self._config
+        rule = memory_rule(config.update_rule, feature_map=config.feature_map, keep_score=config.keep_score)
+        layers: Any = self.layers
+        for own in layers:
+            new = with_segments_complete(rule, own.state, border).after(border)
             write_into(own.state.tensors(), new.tensors())
 
-    def release(self) -> None:
-        """Gives the cache that is here tensors of its own, which no later step writes into."""
-        if (holder := self._holder()) is not None:
-            holder._map(Tensor.clone, InfiniState.map)
+    def release(self, cache: InfiniCache | None = None) -> None:
+        """Gives the cache that is here, if it is this one (`None`: any), tensors of its own, which no later step writes
+        into."""
+        holder = self._holder()
+        if holder is None or cache not in (None, holder):
+            return
+        holder._map(Tensor.clone, InfiniState.map)
         self._holder = lambda: None
 
     def advance_layers(self, of_call: Cache, tokens: int) -> None:
@@ -102,13 +116,13 @@ def write_into(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
             old[name].copy_(tensor)
 
 
-def _fixed(tensor: Tensor) -> Tensor:
+def _static_like(tensor: Tensor) -> Tensor:
     """A tensor of the same kind, which a CUDA graph may write into."""
-    with torch.inference_mode(False):  # what is made within it may be written into only there
+    with torch.inference_mode(False):  # what is made within inference mode could not be written into outside of it later
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     torch._dynamo.mark_static_address(made)
     return made
 
 
-def _kinds(tensors: dict[str, Tensor]) -> dict[str, tuple]:
+def _signatures(tensors: dict[str, Tensor]) -> dict[str, tuple]:
     return {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors.items()}

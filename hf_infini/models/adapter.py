@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 from ..compat.class_lookups import PREFIX
 from ..compat.peft_saving import UnsavedMemoryWarning, with_saving
 from ..layers.memory_layer import PARAMETERS, gates_of, memory_layers
+from ..options import without_removed
 from .base import InfiniPreTrainedMixin
 from .patching import patch_model
 from .structure import inside_of
@@ -120,7 +121,7 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
         raise ValueError(f"an adapter of a memory is put on a plain model of transformers; got a {type(model).__name__}.")
     record = read_record(path, **hub)
     _check_model(path, describe(model), record["model"])
-    config, options = _peft_config(path, hub), record["options"]
+    config, options = _peft_config(path, hub), without_removed(record["options"])
     adapted = patch_model(model, **options if kept_tokens is None else options | {"kept_tokens": kept_tokens})
     if config is not None:
         from peft import get_peft_model

@@ -14,15 +14,21 @@ from ..cache.cache import InfiniCache
 from ..cache.step_cache import StepCache
 from ..compat.cache_name import CACHE
 from ..compat.hub_code import ModelBase
-from ..layers.memory_layer import memory_layers
 
 logger = logging.get_logger(__name__)
+# Those of a step that may be compiled; any other is for a plain call
+STEP_INPUTS = {"input_ids", "attention_mask", "use_cache", "logits_to_keep", "return_dict", CACHE}
 step_caches: WeakKeyDictionary[torch.nn.Module, StepCache] = WeakKeyDictionary()  # of models
 
 
 class MemoryGenerationMixin(ModelBase):
     """Gives `generate` an [`InfiniCache`] for a model with infini layers, and compares a given one with the ids; comes
-    before `GenerationMixin`."""
+    before `GenerationMixin` and `PreTrainedModel`, of which it overrides methods."""
+
+    def __getstate__(self) -> dict:
+        """Without the compiled call, which is the original's also in a copy."""
+        state: Any = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "_compiled_call"}
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         ids, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
@@ -74,7 +80,7 @@ class MemoryGenerationMixin(ModelBase):
                 "layers on several devices": len(set(getattr(self, "hf_device_map", {}).values())) > 1,
                 "a text that may exceed n_positions": learned and length > self.config.n_positions,
                 "outputs of layers": generation_config.output_attentions or generation_config.output_hidden_states,
-                "a thread that is not the main one": threading.current_thread() is not threading.main_thread(),
+                "another thread than the main one": threading.current_thread() is not threading.main_thread(),
             }
             if found := [reason for reason, holds in reasons.items() if holds]:
                 logger.warning_once(f"generate() runs its steps without torch.compile, because of {', '.join(found)}.")
@@ -91,28 +97,36 @@ class MemoryGenerationMixin(ModelBase):
         try:
             return super()._sample(*args, **kwargs)
         finally:
-            if self in step_caches:
-                step_caches[self].release()
+            if self in step_caches and CACHE in kwargs:
+                step_caches[self].release(kwargs[CACHE])
 
     def create_masks_for_generate(self, **given):
-        """As usual, but for a memory the mask as it is, though `generate` compiles its steps."""
+        """As usual; a memory takes the mask as it is."""
         return given["attention_mask"] if isinstance(given[CACHE], InfiniCache) else create_masks_for_generate(**given)
 
     def get_compiled_call(self, compile_config):
-        """The call that `generate` repeats. Of it, a step is compiled: one new token, real in every row."""
+        """The call that `generate` repeats. Only a step is compiled: one new token, real in every row, in the main thread,
+        which the trees of CUDA graphs belong to. Its outputs are overwritten by the next one's."""
         compiled = super().get_compiled_call(compile_config)
         if not self.config.infini_layers or compiled == self.__call__:
             return compiled
-        own, layers = step_caches.setdefault(self, StepCache(self.config)), [*memory_layers(self).values()]
-        return functools.partial(self._step, compiled, own, layers)
+        own = step_caches.get(self)
+        if own is None or not own.is_for(self.config):
+            own = step_caches[self] = StepCache(self.config)
+        return functools.partial(self._step, compiled, own)
 
     @torch.no_grad()
-    def _step(self, compiled, own, layers, **inputs):
-        cache, ids = inputs.get(CACHE), inputs.get("input_ids")
-        if cache is None or ids is None or ids.shape[1] > 1 or not own.begin_step(cache):
+    def _step(self, compiled, own, **inputs):
+        cache, ids, mask = inputs.get(CACHE), inputs.get("input_ids"), inputs.get("attention_mask")
+        others = {name for name, value in inputs.items() if value is not None} - STEP_INPUTS
+        compiles = cache is not None and ids is not None and ids.shape[1] == 1 and not others
+        compiles = compiles and inputs.get("return_dict") is not False
+        compiles = compiles and (mask is None or mask.shape[1] > 1)  # a new token of padding is in masks of width 1
+        compiles = compiles and len(self.config.infini_layers) == self.config.num_hidden_layers
+        if not compiles or threading.current_thread() is not threading.main_thread() or not own.begin_step(cache):
             return self.__call__(**inputs)
         inputs.pop("attention_mask", None)  # of what has been read, which the cache knows
         output = compiled(**inputs | {CACHE: own})
-        own.end_step(layers)
+        own.end_step(cache)
         output[CACHE] = cache
         return output

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from ..compat.hub_code import HubConfigMixin
 from ..ops.rules import RULES
-from ..options import MemoryOptions, check_number
+from ..options import MemoryOptions, check_number, without_removed
 
 SEGMENTS = {"segment_length", "n_segments"}  # one of the two is given
 
@@ -69,7 +69,7 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
         """Checks numbers before anything is computed of them."""
         for entry in dataclasses.fields(self):
             check_number(entry.name, getattr(self, entry.name), entry.metadata)
-        super().__post_init__(**kwargs)
+        super().__post_init__(**without_removed(kwargs))
 
     def check_update_rule(self) -> None:
         """ValueError where options mean nothing with the update rule."""

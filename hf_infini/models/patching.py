@@ -6,6 +6,7 @@ from ..compat.swap_class import swap_class
 from ..layers.memory_layer import InfiniAttentionMixin
 from .base import InfiniPreTrainedMixin
 from .families import infini_class, infini_config
+from .generation import step_caches
 from .option_checks import InfiniConfigMixin
 from .structure import attention_layers, decoder_of
 
@@ -94,6 +95,7 @@ def _take_out(model, base, config) -> None:
     if "_unpatched_embedding" in model.__dict__:
         base.wpe = model.__dict__.pop("_unpatched_embedding").to(model.device, model.dtype)
     model.__dict__.pop("_base_is_plain", None)
+    step_caches.pop(model, None)
     for attention in attention_layers(base):
         if isinstance(attention, InfiniAttentionMixin):
             attention.swap_out()

@@ -53,16 +53,15 @@ class MainOptions:
     )  # fmt: skip
 
 
-def _optional(kind: type, group: str, shown: tuple[str, ...], notes: dict[str, str] = NOTES) -> list[tuple]:
-    """The options of a class of hf_infini as fields that may be left out (None); the parser takes numbers as floats.
-    `notes`: what is said of some of them, in the place of their default."""
+def _optional(kind: type, group: str, shown: tuple[str, ...]) -> list[tuple]:
+    """The options of a class of hf_infini as fields that may be left out (None); the parser takes numbers as floats."""
     texts, kinds, made = _OPTIONS["help_texts"](kind), typing.get_type_hints(kind), []
     for entry in fields(kind):
         alternatives = set(typing.get_args(kinds[entry.name])) - {types.NoneType}
         one = kinds[entry.name]
         if isinstance(one, types.UnionType):
             one = float if float in alternatives else alternatives.pop()
-        note = notes.get(entry.name, "" if entry.default is None else f"Default: {entry.default}.")
+        note = NOTES.get(entry.name, "" if entry.default is None else f"Default: {entry.default}.")
         text = f"{texts.get(entry.name, '')} {note}".replace("`", "").replace("%", "%%").strip()
         metadata = {"help": text, "group": group, "rare": entry.name not in shown}
         made.append((entry.name, one | None, field(default=None, metadata=metadata)))

@@ -106,6 +106,7 @@ DAMAGES = {
     "two lengths": ("infini_gpt2", entries(n_segments=4), "give exactly one of segment_length"),
     "segments of parts": ("infini_gpt2", entries(segment_length=None, n_segments=5), "n_segments must divide n_positions"),
     "no rule": ("infini_gpt2", entries(update_rule="sum"), r"expected one of \('linear', 'delta', 'gated_delta'\), got sum"),
+    "an option that has gone": ("infini_gpt2", entries(denominator="shared"), "denominator='shared' was an option of an"),
     "a rule's limits": (
         "infini_gpt2", entries(update_rule="gated_delta", memory_init="noise"), "does not go with memory_init='noise'",
     ),

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, LogitsProcessor
 
 from decoders import decoder
-from hf_infini import InfiniCache, patch_model
+from hf_infini import InfiniCache, patch_model, unpatch_model
 from hf_infini.cache.step_cache import StepCache
 from hf_infini.compat.cache_name import CACHE, cache_of
 from hf_infini.models import generation
@@ -325,8 +325,68 @@ def test_generate_does_not_compile_what_it_cannot_and_says_so(monkeypatch):
     assert_same_generation(found, generated(model, rows, position_ids=positions), 0.0)
     reasons = [text.rpartition("because of ")[2] for text in said]
     expected = ["layers without a memory", "outputs of layers", "beams", "a text that may exceed n_positions"]
-    expected += ["a thread that is not the main one", "position_ids"]
+    expected += ["another thread than the main one", "position_ids"]
     assert reasons == [f"{reason}." for reason in expected]
     generated(model, rows)  # a CPU
     generated(model, rows, "eager", disable_compile=True)
     assert len(said) == 6 and not counters["stats"] and model not in generation.step_caches
+
+
+@pytest.mark.slow
+def test_a_model_that_is_patched_anew_and_a_copy_have_steps_of_their_own():
+    model, rows = DECODERS["qwen3"](), rows_of_text(batch=2)
+    generated(model, rows, "eager")
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.data.mul_(1.1)
+    patch_model(unpatch_model(model), segment_length=5, kept_tokens=4)
+    for other in (copied, model):
+        found = generated(other, rows, "eager")
+        assert_same_generation(found, generated(other, rows), TOLERANCE)
+    unpatch_model(model)
+    assert model not in generation.step_caches and copied in generation.step_caches
+
+
+@pytest.mark.slow
+def test_a_generation_in_another_thread_leaves_the_compiled_one_alone():
+    model, rows = DECODERS["llama"](), rows_of_text()
+    wanted = generated(model, rows)
+
+    class Meanwhile(LogitsProcessor):
+        """A whole generation of another thread, between two steps of this one."""
+
+        def __call__(self, ids, scores):
+            thread = threading.Thread(target=generated, args=(model, rows[:, :16]))
+            thread.start()
+            thread.join()
+            return scores
+
+    found = generated(model, rows, "eager", logits_processor=[Meanwhile(), Forced(rows)])
+    assert counters["stats"]["unique_graphs"] == 1
+    assert_same_generation(found, wanted, TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_compiles_only_steps_and_a_failed_one_leaves_no_whole_cache():
+    model, rows = DECODERS["qwen3"](), token_ids(2, 30).clamp(min=8)
+    config = CompileConfig(backend="eager", fullgraph=True)
+    config._compile_all_devices = True
+    step = model.get_compiled_call(config)
+    told = [{}, {"position_ids": torch.zeros(2, 1, dtype=torch.long)}, {"attention_mask": torch.tensor([[1], [0]])}]
+    told += [{"memory_mask": torch.tensor([[0], [1]])}, {"return_dict": False}, {}, {}]
+    logits, caches = [], [InfiniCache(model.config) for _ in range(2)]
+    for call, cache in zip((model, step), caches, strict=True):
+        with torch.no_grad():
+            model(rows[:, :20], **{CACHE: cache})
+            given = ({"input_ids": rows[:, 20 + place : 21 + place], **more} for place, more in enumerate(told))
+            logits.append(torch.cat([call(use_cache=True, **{CACHE: cache}, **more)[0] for more in given], 1))
+    torch.testing.assert_close(*logits, rtol=TOLERANCE, atol=TOLERANCE)
+    for name, tensor in caches[0].tensors().items():
+        torch.testing.assert_close(caches[1].tensors()[name], tensor, rtol=TOLERANCE, atol=TOLERANCE)
+    assert counters["stats"]["unique_graphs"] >= 1
+
+    with pytest.raises(IndexError):
+        step(input_ids=rows[:, :1] + 10**6, use_cache=True, **{CACHE: caches[1]})
+    for again in (step, model):
+        with pytest.raises(ValueError, match="failed halfway"):
+            again(input_ids=rows[:, :1], use_cache=True, **{CACHE: caches[1]})

@@ -42,6 +42,7 @@ class Launcher(NamedTuple):
     Attributes:
         layout: of the call; known, constants: see parts.py; itemsize: bytes of a number of the window.
         last: segment of the next token, `[batch]`; `None`: the state after the call is not wanted.
+        recorded: whether gradients are; within the autograd function nobody can tell.
     """
 
     layout: GridLayout
@@ -49,6 +50,7 @@ class Launcher(NamedTuple):
     constants: Constants
     itemsize: int
     last: Tensor | None
+    recorded: bool
 
     def tiles(self, name: str) -> tuple[dict[str, int], int]:
         """Of a kernel: no more tokens than a segment has, and than fit on the chip in this width; and how many there are."""
@@ -134,7 +136,7 @@ def _launcher(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) ->
     )  # fmt: skip
     # The segment that the next token falls into, whose state is that after the call
     last = layout.tokens_seen // layout.segment_length + layout.document[:, -1] if call.return_state else None
-    return Launcher(layout, known, constants, query.itemsize, last)
+    return Launcher(layout, known, constants, query.itemsize, last, torch.is_grad_enabled())
 
 
 def _with_window(layout: GridLayout, new: Tensor, window: Tensor) -> Tensor:
@@ -176,7 +178,7 @@ class Linear(Function):
         turned_key = launcher.turned(key, 0, 0)
         make = torch.empty if layout.source is None else torch.zeros  # padding is zero
         output = make(batch, tokens, heads, value_width, dtype=value.dtype, device=value.device).transpose(1, 2)
-        save = any(ctx.needs_input_grad)
+        save = launcher.recorded and any(ctx.needs_input_grad)
         found, log_sum = (torch.empty_like(output), new(batch, heads, tokens)) if save else (None, None)
         window = Window(*map(_rows, (turned_key, value, sink_key, sink_value)))
         mq = _rows(query if memory_query is None else memory_query)
