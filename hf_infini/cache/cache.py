@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
 from ..ops.checks import check_kinds
-from ..ops.rules import memory_rule
+from ..ops.rules import RULES
 from ..ops.state import InfiniState
 from ..options import key_heads
 from .files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
@@ -286,7 +286,7 @@ class InfiniCache(Cache):
         if text_sha256 is not None and record["text_sha256"] != list(text_sha256):
             raise MemoryFileError(f"{path} is the memory of another text: give another name, or delete it.")
         columns = record["columns"]
-        devices = {getattr(module, "layer_idx", None): device_of(module) for module in model.modules()}
+        devices: dict[Any, torch.device] = {getattr(part, "layer_idx", None): device_of(part) for part in model.modules()}
         layers: Any = cache.layers
         for number, layer in enumerate(layers):
             names = {name.removeprefix(f"layers.{number}."): name for name in tensors}
@@ -311,7 +311,7 @@ def cache_bytes(config: PreTrainedConfig) -> int:
     """
     if not getattr(config, "infini_layers", ()):
         raise ValueError(f"the cache of a {type(config).__name__} without a compressive memory grows with every token.")
-    rule, (heads, width) = memory_rule(config.update_rule, keep_score=config.keep_score), key_heads(config)
+    rule, (heads, width) = RULES[config.update_rule].of(config), key_heads(config)
     dtype: Any = config.dtype or torch.get_default_dtype()
     key = torch.empty(1, heads, 0, width, dtype=dtype, device="meta")
     learned = bool(rule.parameters(1, 1)) or config.memory_write == "learned"

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..ops.checks import check_kinds
-from ..options import without_removed
+from ..options import REMOVED
 
 FORMAT_VERSION = 2
 # The only key of the metadata: several would be written in an order that differs from process to process
@@ -145,9 +145,8 @@ def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
     """MemoryFileError, naming what differs, unless the record is of a memory of this model's weights and options. An option
     that a file does not know yet had its default when the file was written."""
     config: Any = model.config
-    defaults = {field.name: field.default for field in fields(config)}
-    sides = (side | {"config": without_removed(side["config"])} for side in (record["model"], describe_model(model)))
-    written, given = (defaults | side["config"] | side for side in sides)
+    defaults = {field.name: field.default for field in fields(config)} | REMOVED
+    written, given = (defaults | side["config"] | side for side in (record["model"], describe_model(model)))
     names = sorted({*written, *given} - {"config"})
     names = [name for name in names if written.get(name) != given.get(name)]
     names = [name for name in names if name != "weights_sha256"] or names  # they differ with the options

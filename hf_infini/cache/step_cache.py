@@ -2,7 +2,7 @@
 
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from ..ops.layout.base import WINDOW_SIZES
-from ..ops.rules import memory_rule
+from ..ops.rules import RULES
 from ..ops.state import InfiniState
 from ..ops.step import segment_border, with_segments_complete
 from .cache import TEXT_END, InfiniCache
@@ -40,17 +40,22 @@ class StepCache(InfiniCache):
         return self._config is config and self.window == config.window
 
     def begin_step(self, cache: InfiniCache) -> bool:
-        """Moves the states of a cache in, if they are not here; the cache that was here gets copies of its own. False while
-        a row lacks sinks, which a compiled step does not look for. A step that fails leaves the cache `in_step`."""
-        cache.check_finished()
+        """Moves the states of a cache in, if they are not here. False while a row lacks sinks, which a compiled step does
+        not look for. A step that fails leaves the cache `in_step`."""
+        if cache.in_step:
+            cache.check_finished()
         pairs: Any = [*zip(self.layers, cache.layers, strict=True)]
-        if self._holder() is cache and all(own.state is layer.state for own, layer in pairs):
-            cache.in_step = True
-            return True
+        here = self._holder() is cache and all(own.state is layer.state for own, layer in pairs)
+        cache.in_step = here or self._move_in(cache, pairs)
+        return cache.in_step
+
+    def _move_in(self, cache: InfiniCache, pairs: list[tuple[Any, Any]]) -> bool:
+        """Takes the states of a cache, by `pairs` of own layers and the cache's; the cache that was here gets copies of its
+        own. False as `begin_step`."""
         if cache.state is None or int(cache.state.tokens_seen.min()) < self.window[2]:
             return False
         if self._holder() is not cache:
-            self.release()
+            self.release(self._holder())
         for _, layer in pairs:  # a graph cannot see that no token is special
             if self._config.mask_special_tokens and layer.state.local_skipped is None:
                 nothing = torch.zeros_like(layer.state.local_key[:, 0, :, 0], dtype=torch.bool)
@@ -68,36 +73,34 @@ class StepCache(InfiniCache):
         cache.text, self._holder, self._steps = dict(self.text), weakref.ref(cache), 0
         to_border = -pairs[0][0].state.tokens_seen % self.window[0]
         self._borders = {steps: (to_border == steps).nonzero().squeeze(1) for steps in to_border.unique().tolist()}
-        cache.in_step = True
         return True
 
     def end_step(self, cache: InfiniCache) -> None:
         """After the call of a step: counts it, and completes segments."""
         self._steps += 1
-        of_cache: Any = cache.layers
-        for layer in of_cache:
+        layers: Any = cache.layers
+        for layer in layers:
             layer.columns += 1
+        rows = self._borders.get(self._steps % self.window[0])
+        if rows is not None:
+            self._complete_segments(rows)
         cache.in_step = False
-        length, state, rows = self.window[0], self.state, self._borders.get(self._steps % self.window[0])
-        if rows is None or state is None:
-            return
-        sizes = dict(zip(WINDOW_SIZES, self.window, strict=True))
-        border = segment_border(state, sizes, state.tokens_seen % length == 0, rows)
-        config = self._config
-        rule = memory_rule(config.update_rule, feature_map=config.feature_map, keep_score=config.keep_score)
+
+    def _complete_segments(self, rows: Tensor) -> None:
+        """Writes the segments that these rows have completed."""
+        sizes, state = dict(zip(WINDOW_SIZES, self.window, strict=True)), cast(InfiniState, self.state)
+        border = segment_border(state, sizes, state.tokens_seen % self.window[0] == 0, rows)
+        rule = RULES[self._config.update_rule].of(self._config)
         layers: Any = self.layers
         for own in layers:
             new = with_segments_complete(rule, own.state, border).after(border)
             write_into(own.state.tensors(), new.tensors())
 
-    def release(self, cache: InfiniCache | None = None) -> None:
-        """Gives the cache that is here, if it is this one (`None`: any), tensors of its own, which no later step writes
-        into."""
-        holder = self._holder()
-        if holder is None or cache not in (None, holder):
-            return
-        holder._map(Tensor.clone, InfiniState.map)
-        self._holder = lambda: None
+    def release(self, cache: InfiniCache | None) -> None:
+        """Gives this cache, if its states are here, tensors of its own, which no later step writes into."""
+        if cache is not None and self._holder() is cache:
+            cache._map(Tensor.clone, InfiniState.map)
+            self._holder = lambda: None
 
     def advance_layers(self, of_call: Cache, tokens: int) -> None:
         layers: Any = zip(self.layers, of_call.layers, strict=True)

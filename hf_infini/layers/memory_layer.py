@@ -112,7 +112,7 @@ class MemoryLayerMixin(nn.Module):
     @property
     def rule(self) -> MemoryRule:
         """How the memory is written, read and mixed in."""
-        return self._rule(feature_map=self.options.feature_map, keep_score=self.options.keep_score)
+        return self._rule.of(self.options)
 
     @property
     def _rule(self) -> type[MemoryRule]:

@@ -97,8 +97,8 @@ class MemoryGenerationMixin(ModelBase):
         try:
             return super()._sample(*args, **kwargs)
         finally:
-            if self in step_caches and CACHE in kwargs:
-                step_caches[self].release(kwargs[CACHE])
+            if self in step_caches:
+                step_caches[self].release(kwargs.get(CACHE))
 
     def create_masks_for_generate(self, **given):
         """As usual; a memory takes the mask as it is."""
@@ -107,9 +107,11 @@ class MemoryGenerationMixin(ModelBase):
     def get_compiled_call(self, compile_config):
         """The call that `generate` repeats. Only a step is compiled: one new token, real in every row, in the main thread,
         which the trees of CUDA graphs belong to. Its outputs are overwritten by the next one's."""
-        compiled = super().get_compiled_call(compile_config)
-        if not self.config.infini_layers or compiled == self.__call__:
+        compiled, memories = super().get_compiled_call(compile_config), len(self.config.infini_layers)
+        if not memories or compiled == self.__call__:
             return compiled
+        if memories < self.config.num_hidden_layers:
+            return self.__call__
         own = step_caches.get(self)
         if own is None or not own.is_for(self.config):
             own = step_caches[self] = StepCache(self.config)
@@ -122,7 +124,6 @@ class MemoryGenerationMixin(ModelBase):
         compiles = cache is not None and ids is not None and ids.shape[1] == 1 and not others
         compiles = compiles and inputs.get("return_dict") is not False
         compiles = compiles and (mask is None or mask.shape[1] > 1)  # a new token of padding is in masks of width 1
-        compiles = compiles and len(self.config.infini_layers) == self.config.num_hidden_layers
         if not compiles or threading.current_thread() is not threading.main_thread() or not own.begin_step(cache):
             return self.__call__(**inputs)
         inputs.pop("attention_mask", None)  # of what has been read, which the cache knows

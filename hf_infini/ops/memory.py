@@ -91,6 +91,11 @@ class MemoryRule:
         self.check(vars(self))
 
     @classmethod
+    def of(cls, config: Any) -> "MemoryRule":
+        """The rule with the options of a configuration, [`MemoryOptions`]."""
+        return cls(feature_map=config.feature_map, keep_score=config.keep_score)
+
+    @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
         """ValueError where these options, by name, have a value that means nothing with this rule."""
         for name, (value, reason) in cls.not_with.items():

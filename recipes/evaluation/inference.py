@@ -64,6 +64,12 @@ def check_length(config, tokens: int) -> None:
         )
 
 
+def first_beyond(config) -> int:
+    """The first position of a text that does not see all tokens before it, by window, sinks and kept tokens."""
+    length, local, sinks, kept = config.window
+    return (local + 1 + (sinks + kept) // length) * length
+
+
 def reads_memory(config, tokens: int) -> bool:
     """Whether any token of a text of `tokens` tokens reads a memory; if not, gates mean nothing.
 
@@ -72,8 +78,7 @@ def reads_memory(config, tokens: int) -> bool:
     """
     if not getattr(config, "has_memory", False):
         return False
-    length, local, sinks, kept = config.window
-    return config.memory_init != "zeros" or tokens > (local + 1 + (sinks + kept) // length) * length
+    return config.memory_init != "zeros" or tokens > first_beyond(config)
 
 
 @torch.inference_mode()

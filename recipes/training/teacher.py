@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from evaluation.inference import first_beyond
 from hf_infini.layers.memory_layer import InfiniAttentionMixin, SharedInputs
 from hf_infini.models.structure import attention_layers, decoder_of
+from recall.rows import NOT_COUNTED
 
 
 @contextlib.contextmanager
@@ -46,7 +48,7 @@ def divergence_beyond(model, adapted, ids: Tensor, labels: Tensor) -> Tensor:
         ids, labels: `[batch, tokens]` without padding; a label is a token, or −100 where it does not count.
     """
     first = first_beyond(decoder_of(adapted).config)
-    counted = labels[:, first + 1 :] != -100
+    counted = labels[:, first + 1 :] != NOT_COUNTED
     places = counted.any(0).nonzero().squeeze(1)  # of the logits that any row needs
     options = {"input_ids": ids, "use_cache": False, "logits_to_keep": places + first}
     with torch.no_grad(), adapted.disable_adapter(), full_attention(adapted, ids.shape[1]):
@@ -55,9 +57,3 @@ def divergence_beyond(model, adapted, ids: Tensor, labels: Tensor) -> Tensor:
     divergences = F.kl_div(found, wanted, log_target=True, reduction="none").sum(-1)
     counted = counted[:, places]
     return ((divergences * counted).sum(1) / counted.sum(1).clamp(min=1)).mean()
-
-
-def first_beyond(config) -> int:
-    """The first position of a text that does not see all tokens before it, by window, sinks and kept tokens."""
-    length, local, sinks, kept = config.window
-    return (local + 1 + (sinks + kept) // length) * length

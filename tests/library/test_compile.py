@@ -353,12 +353,13 @@ def test_a_generation_in_another_thread_leaves_the_compiled_one_alone():
     wanted = generated(model, rows)
 
     class Meanwhile(LogitsProcessor):
-        """A whole generation of another thread, between two steps of this one."""
+        """Whole generations of another thread, between two steps of this one."""
 
         def __call__(self, ids, scores):
-            thread = threading.Thread(target=generated, args=(model, rows[:, :16]))
-            thread.start()
-            thread.join()
+            for options in ({}, {"use_cache": False}):
+                thread = threading.Thread(target=generated, args=(model, rows[:, :16]), kwargs=options)
+                thread.start()
+                thread.join()
             return scores
 
     found = generated(model, rows, "eager", logits_processor=[Meanwhile(), Forced(rows)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_infini import InfiniCache
-from hf_infini.cache.files import MemoryFileError, describe_model, read_memory_file, write_memory_file
+from hf_infini.cache.files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
 from memories import MIXED, VARIANTS, each, mha, read
 from models import FLOAT32, causal_mha, gpt2, in_calls, infini_gpt2, token_ids
 
@@ -217,3 +217,13 @@ def test_adapters_are_merged_before_a_memory_is_kept(tmp_path):
     merged = adapted.merge_and_unload()
     read(merged, token_ids(1, 20)).save_pretrained(tmp_path / "m", merged)
     InfiniCache.from_pretrained(tmp_path / "m", merged)
+
+
+def test_a_file_of_an_earlier_version_is_read_if_its_options_mean_what_is_left():
+    model = infini_gpt2()
+    record = {"model": describe_model(model)}
+    record["model"]["config"]["denominator"] = "separate"
+    check_model("file", record, model)
+    record["model"]["config"]["denominator"] = "shared"
+    with pytest.raises(MemoryFileError, match="file holds the memory of another model: denominator is 'shared' in the file"):
+        check_model("file", record, model)

@@ -5,8 +5,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from decoders import decoder, token_ids
+from evaluation.inference import first_beyond
 from hf_infini import patch_model
-from training.teacher import divergence_beyond, first_beyond
+from recall.rows import NOT_COUNTED
+from training.teacher import divergence_beyond
 
 OPTIONS = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 7, "gate_init": -1000.0}
 
@@ -28,12 +30,12 @@ def test_the_loss_is_the_divergence_from_the_plain_model_beyond_the_window():
     # Neither of its two matrices is zero: the teacher is the model without it
     model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)).eval()
     labels = ids.clone()
-    labels[1, :40] = -100  # a row that asks
-    labels[2, 20:] = -100  # nothing beyond the window
+    labels[1, :40] = NOT_COUNTED  # a row that asks
+    labels[2, 20:] = NOT_COUNTED  # nothing beyond the window
     wanted = []
     for row, counted in zip(ids, labels, strict=True):
         mine, teacher = (each(row[None]).logits[0].log_softmax(-1) for each in (model, plain))
-        places = [place for place in range(first, 47) if counted[place + 1] != -100]
+        places = [place for place in range(first, 47) if counted[place + 1] != NOT_COUNTED]
         divergences = [float((teacher[place].exp() * (teacher[place] - mine[place])).sum()) for place in places]
         wanted.append(sum(divergences) / max(1, len(divergences)))
     assert wanted[2] == 0 < min(wanted[0], wanted[1], wanted[3])
