@@ -195,7 +195,6 @@ def options_cost() -> str:
         '… `update_rule="gated_delta"`': dict(update_rule="gated_delta"),
         '… `feature_map="exp"`': dict(feature_map="exp"),
         "… `local_segments=1`": dict(local_segments=1),
-        '… `memory_init="learned"`': dict(memory_init="learned"),
         "… `memory_conv=3`": dict(memory_conv=3),
         '… `feature_map="exp", memory_write="learned"`': dict(feature_map="exp", memory_write="learned"),
         "… `layers=[0, 2]`": dict(layers=[0, 2]),

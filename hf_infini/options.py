@@ -78,9 +78,6 @@ class MemoryOptions(ConfigBase):
             earliest are kept); or `"half"`, half of the places for each of the two.
         gate_init (`float`, *optional*, defaults to 0.0):
             First value of every head's gate logit β; the memory's share of the output is sigmoid(β).
-        memory_init (`str`, *optional*, defaults to `"zeros"`):
-            What a document's memory starts from: `"zeros"` (only local attention until the first segment is written),
-            `"learned"` (parameters of each layer), or `"noise"` (a normaliser of 1e-10 times uniform noise: the study).
         layers (`list[int]`, *optional*):
             Layers, counted from 0, that have a memory; the others keep full attention, and their cache grows with the
             context. `None` is all of them.
@@ -104,7 +101,6 @@ class MemoryOptions(ConfigBase):
     kept_tokens: int = number(0, at_least=0, at_most=2**20)
     keep_score: Literal["attention", "learned", "half"] = "attention"
     gate_init: float | int = number(0.0, at_least=-1000, at_most=80)  # e^β is a number in float32
-    memory_init: Literal["zeros", "learned", "noise"] = "zeros"
     layers: list[int] | None = None
     memory_conv: int = number(0, at_least=0, at_most=1024)
     memory_write: Literal["equal", "learned"] = "equal"
@@ -197,7 +193,7 @@ def help_texts(options: type) -> dict[str, str]:
 
 
 # Options that earlier versions had, each with the one value that means what is left
-REMOVED = {"denominator": "separate"}
+REMOVED = {"denominator": "separate", "memory_init": "zeros"}
 
 
 def without_removed(options: dict[str, Any]) -> dict[str, Any]:

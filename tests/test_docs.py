@@ -109,7 +109,7 @@ def test_the_program_that_fine_tunes_runs(tmp_path, monkeypatch):
 
 def long_document(tokens: int):
     """A patched model without dropout, and one text of so many tokens, of which each has a target."""
-    model = patch_model(decoder("llama"), segment_length=8, local_segments=1, memory_init="learned").train()
+    model = patch_model(decoder("llama"), segment_length=8, local_segments=1).train()
     return model, token_ids(1, tokens + 1)[0]
 
 

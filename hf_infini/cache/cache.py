@@ -105,21 +105,21 @@ class InfiniCache(Cache):
     def __deepcopy__(self, memo) -> "InfiniCache":
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, layers=[copy.copy(layer) for layer in self.layers])
-        other._map(Tensor.clone, InfiniState.map)
+        other._map(Tensor.clone)
         return other
 
     def detach(self) -> "InfiniCache":
         """Cuts the graph, in place: what is read from here on has no gradient that goes back to what was read before, and
         what only that gradient needed is freed. Returns the cache itself."""
-        self._map(Tensor.detach, InfiniState.map)
+        self._map(Tensor.detach)
         return self
 
-    def _map(self, function: Callable[[Tensor], Tensor], of_state: Callable = InfiniState.map_rows) -> None:
-        """Applies a function to all that the cache holds; of a state, to what `of_state` does."""
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Applies a function to all that the cache holds."""
         layers: Any = self.layers
         for layer in layers:
             if isinstance(layer, InfiniLayer):
-                layer.state = None if layer.state is None else of_state(layer.state, function)
+                layer.state = None if layer.state is None else layer.state.map(function)
             else:
                 vars(layer).update({name: function(tensor) for name, tensor in _tensors_of(layer).items()})
         self.text = {name: function(tensor) for name, tensor in self.text.items()}
@@ -176,8 +176,7 @@ class InfiniCache(Cache):
 
     def nbytes(self) -> int:
         """Bytes that the cache holds now."""
-        named = (named for layer in self.layers for named in _tensors_of(layer).items())
-        return sum(tensor.nbytes for name, tensor in named if not name.startswith("start_"))  # which are the model's
+        return sum(tensor.nbytes for layer in self.layers for tensor in _tensors_of(layer).values())
 
     @check_kinds
     def attention_mask(self, attention_mask: Tensor) -> Tensor:

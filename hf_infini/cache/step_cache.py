@@ -99,7 +99,7 @@ class StepCache(InfiniCache):
     def release(self, cache: InfiniCache | None) -> None:
         """Gives this cache, if its states are here, tensors of its own, which no later step writes into."""
         if cache is not None and self._holder() is cache:
-            cache._map(Tensor.clone, InfiniState.map)
+            cache._map(Tensor.clone)
             self._holder = lambda: None
 
     def advance_layers(self, of_call: Cache, tokens: int) -> None:

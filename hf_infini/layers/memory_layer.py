@@ -31,11 +31,8 @@ from ..ops.state import AttentionCall, InfiniState, Projections
 from ..ops.window import ScoreOptions, window_attention
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
-PARAMETERS = ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write")
+PARAMETERS = ("gate", "memory_conv", "memory_write")
 PARAMETERS += ("keep_weight", *(name for rule in RULES.values() for name in rule.parameters(1, 1)))
-# Normaliser of a learned start before training: softplus(0.5413) = 1, the value of σ at a key of zeros.
-LEARNED_NORMALISER = 0.5413
-NOISE = 1e-10  # the study's start
 # The copies that travel with models have other module names, and register their own function
 INTERFACE = f"infini_attention of {__name__}"
 TEST_TOKENS = 12  # with which a swapped layer is compared with its own attention
@@ -103,8 +100,6 @@ class MemoryLayerMixin(nn.Module):
     layer_idx: Any  # a number, which only a cache needs
     head_counts: tuple[int, int, int]  # query heads, key/value heads, and the width of one
     gate: Gate
-    start_memory: Tensor  # M_0, `[kv_heads, head_dim, head_dim]`
-    start_normaliser: Tensor  # z_0 is its softplus, `[kv_heads, head_dim]`; with "noise" it is a buffer, and z_0 itself
     memory_conv: Tensor  # weights of the convolution, `[taps, width]`
     memory_write: Tensor  # times the input: the logarithm of a token's weight, `[kv_heads, width]`
     keep_weight: Tensor  # times the input: a token's score, `[kv_heads, width]`; set it, for a choice has no gradient
@@ -120,12 +115,8 @@ class MemoryLayerMixin(nn.Module):
 
     def first_values(self, width: int) -> dict[str, Tensor]:
         """The first value of each parameter beside the gate, by its name; `width`: of the layer's input."""
-        config, (_, heads, size) = self.options, self.head_counts
+        config, heads = self.options, self.head_counts[1]
         values: dict[str, Tensor] = {}
-        if config.memory_init == "learned":
-            values["start_memory"] = torch.zeros(heads, size, size)
-            if self._rule.normalised:
-                values["start_normaliser"] = torch.full((heads, size), LEARNED_NORMALISER)
         if config.memory_conv:
             values["memory_conv"] = torch.zeros(config.memory_conv, width)
         if config.memory_write == "learned":
@@ -137,35 +128,17 @@ class MemoryLayerMixin(nn.Module):
 
     def add_memory_parameters(self, width: int, **options) -> None:
         """Makes the parameters, uninitialised. `width`: of the layer's input; options: their `device` and `dtype`."""
-        heads, *shape = self.head_counts
-        self.gate = Gate(heads, **options).train(self.training)
-        if self.options.memory_init == "noise":
-            self.register_buffer("start_normaliser", torch.empty(shape, **options))
+        self.gate = Gate(self.head_counts[0], **options).train(self.training)
         for name, value in self.first_values(width).items():
             setattr(self, name, nn.Parameter(torch.empty(value.shape, **options), requires_grad=name != "keep_weight"))
 
     @torch.no_grad()
     def init_memory_parameters(self) -> None:
         init.constant_(self.gate.weight, self.options.gate_init)
-        if self.options.memory_init == "noise":
-            init.uniform_(self.start_normaliser, 0.0, NOISE)
         for name, value in self.first_values(1).items():  # the same for all numbers of the input
             init.copy_(getattr(self, name), value.expand_as(getattr(self, name)))
         if hasattr(self, "keep_weight"):
             self.keep_weight.requires_grad_(False)  # which loading does not keep
-
-    def start(self) -> dict[str, Tensor]:
-        """M_0 and z_0 as [`InfiniState.initial`] takes them; empty for a memory that starts empty."""
-        if self.options.memory_init == "zeros":
-            return {}
-        if self.options.memory_init == "noise":
-            empty = self.start_normaliser.new_zeros(*self.start_normaliser.shape, self.start_normaliser.shape[1])
-            return {"start_memory": empty, "start_normaliser": self.start_normaliser}
-        if self._rule.normalised:
-            normaliser = F.softplus(self.start_normaliser.float())
-        else:
-            normaliser = self.start_memory.new_empty(len(self.start_memory), 0)
-        return {"start_memory": self.start_memory, "start_normaliser": normaliser}
 
     def begin(self, hidden_states: Tensor, infini: SharedInputs) -> tuple[Tensor, Attend]:
         """The input of the projections, `[batch, tokens, width]`: `hidden_states`, with the short convolution if there is
@@ -188,10 +161,8 @@ class MemoryLayerMixin(nn.Module):
             tokens = Projections(query, key, value, self.log_weight(hidden_states), self.learned_score(hidden_states))
             before = state
             if before is None:
-                given: dict[str, Any] = {"rule": rule, "weighted": tokens.log_weight is not None, **self.start()}
+                given: dict[str, Any] = {"rule": rule, "weighted": tokens.log_weight is not None}
                 before = InfiniState.initial(tokens.key, tokens.value, *layout.window_sizes, **given)
-            elif torch.is_grad_enabled():  # the weights may be others than when the state was made, and its graph gone
-                before = replace(before, **self.start())
             if exchange is not None:
                 before = exchange.received_state(self.layer_idx, before, tokens, self.parameters())
             wanted = {"return_state": cached is not None, "in_place": not torch.is_grad_enabled()}

@@ -155,7 +155,7 @@ def attend_grid(call: AttentionCall) -> Attended:
     pairs: Any = zip(tokens[1:4], state.windows(), strict=False)  # of keys, values and log weights
     absent = [None] * len(queries_of)
     windows_of = [absent if new is None else layout.windows(new, old).split(size, 1) for new, old in pairs]
-    memory, normaliser, start, dtype = state.memory, state.normaliser, state.start(), state.memory.dtype
+    memory, normaliser, dtype = state.memory, state.normaliser, state.memory.dtype
     outputs, all_weights, begin = [], [], 0
     for queries, *windows in zip(queries_of, *windows_of, strict=True):
         queries, end = queries.contiguous(), begin + queries.shape[1]
@@ -174,10 +174,10 @@ def attend_grid(call: AttentionCall) -> Attended:
             leaving, written = evicted[:3], evicted.position >= 0
         local, weights = window_attention(compared, keys, values, mask, softmax)
         all_weights.append(weights)
-        filled = (left > layout.kept_tokens)[:, :, None, None, None] if state.start_memory is None else None
+        filled = (left > layout.kept_tokens)[:, :, None, None, None]
         with torch.autocast(tokens.key.device.type, enabled=False):
             parts = rule.written(leaving[0].to(dtype), leaving[1].to(dtype), leaving[2], written)
-            before, (memory, normaliser) = rule.states(parts, memory, normaliser, start, layout.continues(begin, end))
+            before, (memory, normaliser) = rule.states(parts, memory, normaliser, layout.continues(begin, end))
             outputs.append(rule.mix(local, queries, before, gate, filled).transpose(2, 3))
         begin = end
     output = layout.from_grid(outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))

@@ -37,11 +37,9 @@ State = tuple[Tensor, Tensor]  # memory and normaliser
 FEATURE_MAPS = {"elu": lambda x: F.elu(x).add_(1), "exp": lambda x: x.clamp(max=EXP_LIMIT).exp_()}
 
 
-def running_sum(
-    written: Tensor, incoming: Tensor, continues: Tensor | None = None, start: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def running_sum(written: Tensor, incoming: Tensor, continues: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Running sums of what the segments wrote, `[B, N, …]`: before each, `[B, N, …]`, and after the last, `[B, …]`; behind a
-    segment where `continues` `[B, N]` is False they begin again as `start`."""
+    segment where `continues` `[B, N]` is False they begin again at zero."""
     if continues is None and (written.device.type != "cpu" or torch.compiler.is_compiling()):
         sums = torch.cat([incoming.unsqueeze(1), written], 1).cumsum(1)
         return sums[:, :-1], sums[:, -1]
@@ -49,8 +47,8 @@ def running_sum(
     for number, new in enumerate(written.unbind(1)):
         before.append(last)
         last = last + new
-        if continues is not None and start is not None:
-            last = torch.where(continues[:, number].view(-1, *(1,) * start.dim()), last, start)
+        if continues is not None:
+            last = last.masked_fill(~continues[:, number].view(-1, *(1,) * (last.dim() - 1)), 0)
     return torch.stack(before, 1), last
 
 
@@ -123,7 +121,6 @@ class MemoryRule:
         written: Written,
         memory: Tensor,
         normaliser: Tensor,
-        start: State | None = None,
         continues: Tensor | None = None,
     ) -> tuple[State, State]:
         """Memory and normaliser before each segment, `[B, N, K, D, E]` and `[B, N, K, D]`, and after the last.
@@ -131,14 +128,12 @@ class MemoryRule:
         Args:
             written: by the segments; nothing by a segment whose document has ended when it is written.
             memory, normaliser: before the first segment, `[B, K, D, E]` and `[B, K, D]`.
-            start: M_0 `[K, D, E]` and z_0 `[K, D]` of a new document; needed with `continues`.
-            continues: `[B, N]` bool, whether the state after the segment still belongs to the document of the one before it;
-                `None`: it does.
+            continues: `[B, N]` bool, whether the state after the segment still belongs to the document of the one before it,
+                or begins again at zero; `None`: it does.
         """
         features, value, _ = written
-        first_memory, first_normaliser = start or (None, None)
-        memories, last_memory = running_sum(features.mT @ value, memory, continues, first_memory)
-        normalisers, last_normaliser = running_sum(features.sum(-2), normaliser, continues, first_normaliser)
+        memories, last_memory = running_sum(features.mT @ value, memory, continues)
+        normalisers, last_normaliser = running_sum(features.sum(-2), normaliser, continues)
         return (memories, normalisers), (last_memory, last_normaliser)
 
     def read(self, features: Tensor, memory: Tensor, normaliser: Tensor) -> Tensor:
@@ -153,20 +148,19 @@ class MemoryRule:
         read, inverse = features @ memory, (features @ normaliser.unsqueeze(-1) + self.eps).reciprocal()
         return read * inverse if read.requires_grad else read.mul_(inverse)
 
-    def mix(self, local: Tensor, query: Tensor, state: State, gate: Tensor, filled: Tensor | None) -> Tensor:
+    def mix(self, local: Tensor, query: Tensor, state: State, gate: Tensor, filled: Tensor) -> Tensor:
         """(1 − s) · local + s · read, equation 5, computed in the dtype of the memory and returned in that of `local`; the
         memory's share s is sigmoid(β).
 
         Args:
             local: what the window gives, `[B, N, H, C, E]`.
             query: `[B, N, H, C, D]`; state: M `[B, N, K, D, E]` and z `[B, N, K, D]`; gate: β, `[H]`.
-            filled: where the memory holds anything, of a shape that broadcasts; elsewhere s is 0. `None`: everywhere.
+            filled: where the memory holds anything, of a shape that broadcasts; elsewhere s is 0.
         """
         dtype, kv_heads = state[0].dtype, state[0].shape[2]
         features = self.features(query.to(dtype)).unflatten(2, (kv_heads, -1)).flatten(3, 4)
         read = self.read(features, *state).unflatten(3, (-1, query.shape[3])).flatten(2, 3)
-        share = torch.sigmoid(gate.to(dtype)[:, None, None])
-        share = share if filled is None else share * filled
+        share = torch.sigmoid(gate.to(dtype)[:, None, None]) * filled
         return torch.lerp(local.to(read.dtype), read, share).to(local.dtype)
 
     @classmethod

@@ -125,9 +125,7 @@ class _Head:
         self.length, self.local_segments, self.sink_tokens, self.kept_tokens = window
         self.ahead = self.sink_tokens + self.kept_tokens  # places before those of the segments
         self.of = options
-        self.memory, self.normaliser, self.start = state.memory[row, head], state.normaliser[row, head], None
-        if state.start_memory is not None:
-            self.start = _widen(state.start_memory[head], state), _widen(state.start_normaliser[head], state)
+        self.memory, self.normaliser = state.memory[row, head], state.normaliser[row, head]
         counts = (state.tokens_seen, state.last_position, state.memory_tokens)
         self.seen, self.last_position, self.memory_tokens = (int(count[row]) for count in counts)
         self.windows = [None if held is None else held[row, head] for held in state.windows()]  # [places, …] each
@@ -144,8 +142,7 @@ class _Head:
     def begin_document_at(self, position):
         """A position that does not go on from the last one starts a new document with a fresh memory."""
         if position is not None and self.seen and position <= self.last_position:
-            empty = torch.zeros_like(self.memory), torch.zeros_like(self.normaliser)
-            self.memory, self.normaliser = empty if self.start is None else self.start
+            self.memory, self.normaliser = torch.zeros_like(self.memory), torch.zeros_like(self.normaliser)
             self.places, self.seen, self.memory_tokens = [None] * len(self.places), 0, 0
         self.last_position = self.last_position + 1 if position is None else position
 
@@ -166,7 +163,7 @@ class _Head:
         if "attention" in self.of.score_names:
             self.receive(scores.detach(), seen)
         output = F.dropout(torch.softmax(scores, -1), self.of.dropout) @ values  # [group, value_dim]
-        if self.memory_tokens or self.start is not None:
+        if self.memory_tokens:
             features = self.features(query)
             read, denominator = self.of.rule.naive_read(features, self.memory[None], self.normaliser[None], self.of.eps)
             read, denominator = read.squeeze(1), denominator.squeeze(1) if denominator.dim() else denominator

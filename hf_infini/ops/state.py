@@ -58,12 +58,10 @@ class InfiniState:
         local_skipped: `[batch, P]` bool: which tokens of the window `memory_mask` keeps out of the memory; `None`: none.
         tokens_seen: `[batch]`, int64: real tokens of the row's current document.
         last_position: `[batch]`, int64: position id of the last real token, −1 before the first.
-        memory_tokens: `[batch]`, int64: tokens of the row's current document that the memory holds. Without any, and without
-            a start, it is empty and not read.
+        memory_tokens: `[batch]`, int64: tokens of the row's current document that the memory holds. Without any it is empty
+            and not read.
         recent_inputs: `[batch, taps − 1, channels]`, what a short convolution before the memory still needs of the row's
             document, oldest first and zero where there is none; `None` without a convolution.
-        start_memory: `[kv_heads, head_dim, value_dim]` that every new document starts from; `None` is an empty memory.
-        start_normaliser: `[kv_heads, head_dim]` (width 0 without a normaliser), with `start_memory` or `None`.
     """
 
     memory: Tensor
@@ -76,8 +74,6 @@ class InfiniState:
     memory_tokens: Tensor
     local_skipped: Tensor | None = None
     recent_inputs: Tensor | None = None
-    start_memory: Tensor | None = None
-    start_normaliser: Tensor | None = None
     local_score: Tensor | None = None
     kept_position: Tensor | None = None
 
@@ -94,8 +90,6 @@ class InfiniState:
         *,
         rule: MemoryRule | None = None,
         weighted: bool = False,
-        start_memory: Tensor | None = None,
-        start_normaliser: Tensor | None = None,
     ) -> "InfiniState":
         """The state before the first token of every row.
 
@@ -104,8 +98,6 @@ class InfiniState:
                 dtype and device are read.
             segment_length, local_segments, sink_tokens, kept_tokens: `L`, `w`, `S` and `K`, as of [`infini_attention`].
             rule: how the memory is written; `None`: by the linear rule. weighted: whether tokens have a `log_weight`.
-            start_memory: `[kv_heads, head_dim, value_dim]` and start_normaliser `[kv_heads, head_dim]` (positive): M_0, z_0
-                of every document. `None`: empty, and then the first tokens use only local attention.
         """
         rule = MemoryRule() if rule is None else rule
         check_window(segment_length, local_segments, sink_tokens, kept_tokens)
@@ -114,23 +106,17 @@ class InfiniState:
         dtype = torch.promote_types(key.dtype, torch.float32)
         places = places_of(segment_length, local_segments, sink_tokens, kept_tokens)
         scores = len(KEEP_SCORES[rule.keep_score])
-        if (start_memory is None) != (start_normaliser is None):
-            raise ValueError("start_memory and start_normaliser come together: give both or neither.")
-        memory = key.new_zeros(head_dim, value_dim) if start_memory is None else start_memory
-        normaliser = key.new_zeros(head_dim if rule.normalised else 0) if start_normaliser is None else start_normaliser
         # One zero, seen as a whole window: a call that reads no window and keeps no state pays for none.
         zero = key.new_zeros(1)
         return cls(
-            memory=memory.to(dtype).expand(batch, heads, -1, -1),
-            normaliser=normaliser.to(dtype).expand(batch, heads, -1),
+            memory=key.new_zeros(head_dim, value_dim, dtype=dtype).expand(batch, heads, -1, -1),
+            normaliser=key.new_zeros(head_dim if rule.normalised else 0, dtype=dtype).expand(batch, heads, -1),
             local_key=zero.expand(batch, heads, places, head_dim),
             local_value=value.new_zeros(1).expand(batch, heads, places, value_dim),
             local_log_weight=zero.expand(batch, heads, places, rule.rates) if weighted else None,
             tokens_seen=torch.zeros(batch, dtype=torch.long, device=key.device),
             last_position=torch.full((batch,), -1, dtype=torch.long, device=key.device),
             memory_tokens=torch.zeros(batch, dtype=torch.long, device=key.device),
-            start_memory=start_memory,
-            start_normaliser=start_normaliser,
             local_score=zero.to(dtype).expand(batch, heads, places, scores) if kept_tokens else None,
             kept_position=torch.full((batch, heads, kept_tokens), -1, device=key.device) if kept_tokens else None,
         )
@@ -138,13 +124,6 @@ class InfiniState:
     def tensors(self) -> dict[str, Tensor]:
         """The fields by name, without those that are `None`."""
         return {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None}
-
-    def start(self) -> tuple[Tensor, Tensor]:
-        """M_0 and z_0 of a new document, `[kv_heads, head_dim, value_dim]` and `[kv_heads, head_dim]`: zeros where it starts
-        empty."""
-        if self.start_memory is None or self.start_normaliser is None:
-            return self.memory.new_zeros(self.memory.shape[1:]), self.normaliser.new_zeros(self.normaliser.shape[1:])
-        return self.start_memory.to(self.memory.dtype), self.start_normaliser.to(self.memory.dtype)
 
     def tokens_left(self) -> Tensor:
         """`[batch]`: how many tokens of the row's document have left the window: they are in the memory, or kept."""
@@ -187,12 +166,8 @@ class InfiniState:
         counts = {name: getattr(layout, name) for name in ("tokens_seen", "last_position", "memory_tokens")}
         return replace(self, local_skipped=layout.next_skipped, **counts, **tensors)
 
-    def map_rows(self, function) -> "InfiniState":
-        """A state whose per-row tensors (all but the start) are `function(tensor)`: select, repeat or move rows."""
-        return replace(self, **{n: function(t) for n, t in self.tensors().items() if not n.startswith("start_")})
-
     def map(self, function) -> "InfiniState":
-        """A state whose tensors are all `function(tensor)`."""
+        """A state whose tensors are all `function(tensor)`: select, repeat or move rows."""
         return replace(self, **{name: function(tensor) for name, tensor in self.tensors().items()})
 
     def detach(self) -> "InfiniState":
@@ -204,8 +179,8 @@ class InfiniState:
         return self.map(Tensor.clone)
 
     def nbytes(self) -> int:
-        """Bytes that the per-row tensors hold (the start belongs to the model's weights)."""
-        return sum(tensor.nbytes for name, tensor in self.tensors().items() if not name.startswith("start_"))
+        """Bytes that the tensors hold."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
 class AttentionCall(NamedTuple):

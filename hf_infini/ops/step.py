@@ -226,8 +226,7 @@ def attend_step(call: AttentionCall) -> Attended:
 
     with torch.autocast(keys.device.type, enabled=False):
         held = state.memory.unsqueeze(1), state.normaliser.unsqueeze(1)
-        filled = layout.filled if state.start_memory is None else None
-        output = rule.mix(output.unsqueeze(1), tokens.query.unsqueeze(1), held, gate, filled).squeeze(1)
+        output = rule.mix(output.unsqueeze(1), tokens.query.unsqueeze(1), held, gate, layout.filled).squeeze(1)
         state = with_segments_complete(rule, state, layout)
     if layout.real is not None:
         output = output.masked_fill(~layout.real[:, :, None, None], 0)

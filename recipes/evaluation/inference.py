@@ -73,12 +73,9 @@ def first_beyond(config) -> int:
 def reads_memory(config, tokens: int) -> bool:
     """Whether any token of a text of `tokens` tokens reads a memory; if not, gates mean nothing.
 
-    The tokens of the first window, and of those after it from which all are kept, find it empty, unless it starts with
-    learned content or noise.
+    The tokens of the first window, and of those after it from which all are kept, find it empty.
     """
-    if not getattr(config, "has_memory", False):
-        return False
-    return config.memory_init != "zeros" or tokens > first_beyond(config)
+    return getattr(config, "has_memory", False) and tokens > first_beyond(config)
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hf_infini import InfiniState, naive_infini_attention
 from hf_infini.ops.positions import rotation
-from hf_infini.ops.rules import RULES, memory_rule
+from hf_infini.ops.rules import RULES
 from hf_infini.options import UPDATE_RULES, places_of
 
 TENSORS = ("query", "key", "value", "log_weight", "learned_score")
@@ -163,27 +163,13 @@ def random_cuts(seed: int | random.Random, tokens: int) -> list[int]:
     return sorted(pick.sample(range(1, tokens), min(count, tokens - 1)))
 
 
-def random_state(case: Case, seed: int) -> InfiniState:
-    """The state after some other tokens, with a memory that asks for gradients and a start of its own."""
-    draw = torch.Generator().manual_seed(seed)
-    heads, width, value_width = case.key.shape[1], case.key.shape[3], case.value.shape[3]
-    dtype = torch.promote_types(case.key.dtype, torch.float32)
-    keep_score = case.options.get("keep_score", "attention")
-    rule = memory_rule(case.options["update_rule"], keep_score=keep_score)
-    return InfiniState.initial(
-        case.key,
-        case.value,
-        *case.window(),
-        start_memory=torch.randn(heads, width, value_width, generator=draw, dtype=dtype).requires_grad_(),
-        start_normaliser=torch.rand(heads, width * rule.normalised, generator=draw, dtype=dtype).add(0.5).requires_grad_(),
-        rule=rule,
-        weighted="log_weight" in case.options,
-    )
-
-
-def state_after(case: Case, state=None) -> InfiniState:
-    """The state that the case leaves, all of whose numbers ask for gradients."""
-    state = case.call(naive_infini_attention, state=state)[1]
+def state_before(case: Case) -> InfiniState:
+    """A state that the case goes on from, all of whose numbers ask for gradients: the one that it leaves itself. Where it
+    has positions, those of its first document go on."""
+    state = case.call(naive_infini_attention)[1]
+    if (positions := case.options.get("position_ids")) is not None:
+        first = (positions == 0).cumsum(1) == 1
+        case.options["position_ids"] = positions + first * (state.last_position + 1).unsqueeze(1)
     return replace(state, **{n: t.detach().requires_grad_() for n, t in state.tensors().items() if t.is_floating_point()})
 
 

@@ -22,12 +22,12 @@ def mha(**options):
 
 VARIANTS = [
     (infini_gpt2, {"update_rule": "delta", "feature_map": "exp"}),
-    (infini_gpt2, {"memory_init": "noise", "segment_length": 3, "attn_implementation": "eager"}),
+    (infini_gpt2, {"segment_length": 3, "attn_implementation": "eager"}),
     (infini_gpt2, {"layers": [1], "position_encoding": "segment"}),
     (convolved, {"memory_conv": 3, "position_encoding": "rope", "mask_special_tokens": False}),
     (mha, {"position_encoding": "rope", "local_segments": 1, "score": "dot", "sink_tokens": 3}),
-    (mha, {"memory_conv": 3, "feature_map": "exp", "memory_write": "learned", "memory_init": "learned"}),
-    (convolved, {"memory_conv": 3, "update_rule": "gated_delta", "memory_init": "learned", "sink_tokens": 2}),
+    (mha, {"memory_conv": 3, "feature_map": "exp", "memory_write": "learned"}),
+    (convolved, {"memory_conv": 3, "update_rule": "gated_delta", "sink_tokens": 2}),
 ]
 MIXED = [VARIANTS[number] for number in (0, 2, 4, 6)]
 

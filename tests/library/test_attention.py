@@ -20,8 +20,7 @@ from cases import (
     examples,
     gradients,
     plain_case,
-    random_state,
-    state_after,
+    state_before,
 )
 from hf_infini import InfiniState, infini_attention, naive_infini_attention
 
@@ -40,29 +39,22 @@ def sizes(request, monkeypatch):
 
 
 @examples(60)
-@given(cut_cases(), st.sampled_from(["none", "start", "whole"]))
-def test_output_state_and_gradients_are_the_reference_s_however_the_input_is_cut(sizes, cut, begins):
-    """Begun with nothing, with a start of the memory, or with all of a state, each of whose tensors has a gradient at every
-    place: where the window is empty it is zero, also if new tokens come to lie there."""
+@given(cut_cases(), st.booleans())
+def test_output_state_and_gradients_are_the_reference_s_however_the_input_is_cut(sizes, cut, goes_on):
+    """Begun with nothing, or with a state, each of whose tensors has a gradient at every place: where the window is empty it
+    is zero, also if new tokens come to lie there."""
     case, cuts = cut
-    state = None if begins == "none" else random_state(case, 0)
-    if begins == "whole":
-        state = state_after(case, state)
-        if (positions := case.options.get("position_ids")) is not None:  # the first document goes on
-            first = (positions == 0).cumsum(1) == 1
-            case.options["position_ids"] = positions + first * (state.last_position + 1).unsqueeze(1)
-    assert_equals_reference(case, infini_attention, FLOAT64, cuts, state)
+    assert_equals_reference(case, infini_attention, FLOAT64, cuts, state_before(case) if goes_on else None)
 
 
 @examples(6)
 @given(cases())
 def test_a_state_in_training_is_copied_with_its_graph_and_detached_without(case):
-    found = []
+    state, found = state_before(case), []
     for use in (lambda state: state, copy.deepcopy, InfiniState.detach):
-        state = random_state(case, 0)
         leaves = case.leaves()
         output, _ = case.call(infini_attention, leaves, state=use(case.call(infini_attention, leaves, state=state)[1]))
-        found.append(torch.autograd.grad(output.sin().sum(), [*leaves, state.start_memory], materialize_grads=True))
+        found.append(torch.autograd.grad(output.sin().sum(), [*leaves, state.memory], materialize_grads=True))
     assert all(map(torch.equal, found[0], found[1]))
     assert not found[2][-1].any()
 
@@ -220,7 +212,7 @@ def test_dropout_drops_local_weights_alone():
 def test_state_is_constant_in_size_and_left_alone():
     case = plain_case(tokens=40, segment_length=5)
     _, early = case.call(infini_attention)
-    before = early.map_rows(torch.clone)
+    before = early.map(torch.clone)
     sizes = {case.call(infini_attention, cuts=[cut], state=early)[1].nbytes() for cut in (1, 2, 39)}
     assert sizes == {early.nbytes()}
     for tensor in (early.memory, early.normaliser, early.local_key):  # no view that keeps a larger one

@@ -15,7 +15,7 @@ from models import infini_gpt2, left_padded, token_ids
 
 DAMAGED = "is damaged or no memory file"
 # Between them all kinds of tensors: full attention, a start, a convolution, keys for the memory, tokens kept out of it
-RICH = {"layers": [0, 2], "memory_conv": 4, "position_encoding": "rope", "memory_init": "learned", "local_segments": 1}
+RICH = {"layers": [0, 2], "memory_conv": 4, "position_encoding": "rope", "local_segments": 1}
 PLAIN = {"local_segments": 1}  # segments of 8, the memory empty at first
 
 

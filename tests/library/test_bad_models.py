@@ -107,8 +107,9 @@ DAMAGES = {
     "segments of parts": ("infini_gpt2", entries(segment_length=None, n_segments=5), "n_segments must divide n_positions"),
     "no rule": ("infini_gpt2", entries(update_rule="sum"), r"expected one of \('linear', 'delta', 'gated_delta'\), got sum"),
     "an option that has gone": ("infini_gpt2", entries(denominator="shared"), "denominator='shared' was an option of an"),
+    "a start that has gone": ("infini_gpt2", entries(memory_init="learned"), "memory_init='learned' was an option of an"),
     "a rule's limits": (
-        "infini_gpt2", entries(update_rule="gated_delta", memory_init="noise"), "does not go with memory_init='noise'",
+        "infini_gpt2", entries(update_rule="gated_delta", memory_write="learned"), "not go with memory_write='learned'",
     ),
     "sinks": ("infini_gpt2", entries(sink_tokens=8), "sink_tokens must be fewer than the 8 tokens of a segment; got 8"),
     "layers": ("infini_gpt2", entries(layers=[0, 3]), "layers must name some of the 3 layers, 0 to 2, or be None"),
@@ -176,7 +177,7 @@ def test_another_tokenizer_of_the_same_size(saved, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "load", "options"),
     [
-        ("gpt2", InfiniGPT2LMHeadModel, {"segment_length": 8, "memory_init": "learned", "memory_conv": 2}),
+        ("gpt2", InfiniGPT2LMHeadModel, {"segment_length": 8, "memory_conv": 2}),
         ("infini_gpt2", AutoModelForCausalLM, {"memory_conv": 2}),
         ("infini_gpt2", AutoModelForCausalLM, {"layers": [0]}),
         ("causal_mha", AutoModel, {}),

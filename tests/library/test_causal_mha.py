@@ -150,7 +150,7 @@ def test_every_kind_is_its_equations_outputs_and_gradients(score, position, reac
             torch.testing.assert_close(ours, naive, **tolerance)
 
 
-RICH = {"feature_map": "exp", "memory_write": "learned", "memory_conv": 3, "memory_init": "learned"}
+RICH = {"feature_map": "exp", "memory_write": "learned", "memory_conv": 3}
 
 
 @pytest.mark.slow
@@ -159,11 +159,11 @@ RICH = {"feature_map": "exp", "memory_write": "learned", "memory_conv": 3, "memo
     [
         ("none", "scaled_dot", 0, "linear", {}),
         ("rope", "dot", 1, "linear", RICH),
-        ("none", "general", 1, "linear", {"memory_init": "noise", "memory_conv": 1}),
+        ("none", "general", 1, "linear", {"memory_conv": 1}),
         ("none", "general", 0, "delta", RICH),
         ("rope", "scaled_dot", 1, "delta", {}),
         ("none", "general", 1, "gated_delta", {}),
-        ("rope", "dot", 0, "gated_delta", {"feature_map": "exp", "memory_init": "learned", "memory_conv": 3}),
+        ("rope", "dot", 0, "gated_delta", {"feature_map": "exp", "memory_conv": 3}),
     ],
 )
 def test_infini_is_the_naive_function(position, score, kept, rule, memory):

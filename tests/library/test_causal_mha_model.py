@@ -5,7 +5,7 @@ import torch
 
 from models import REACHES, causal_mha, token_ids
 
-RICH = {"feature_map": "exp", "memory_write": "learned", "memory_conv": 3, "memory_init": "learned"}
+RICH = {"feature_map": "exp", "memory_write": "learned", "memory_conv": 3}
 INFINI = REACHES["infini"]
 # Each encoding, score, reach and rule somewhere; the module's own tests have more combinations
 KINDS = [
@@ -19,7 +19,7 @@ KINDS = [
     REACHES["local"] | {"position_encoding": "rope"},
     INFINI | {"position_encoding": "learned", "score": "general"},
     INFINI | {"position_encoding": "sinusoidal", "update_rule": "delta", "local_segments": 1, "sink_tokens": 3},
-    INFINI | {"position_encoding": "rope", "update_rule": "gated_delta", "memory_init": "learned"},
+    INFINI | {"position_encoding": "rope", "update_rule": "gated_delta"},
     {"attention": "infini", "n_segments": 8, "position_encoding": "rope", "score": "dot"} | RICH,
 ]
 # Windows of one token, whose queries and keys do nothing, and of two: what is left of a cache is nothing and one token

@@ -95,8 +95,8 @@ def test_first_values():
         ({"attention": "sparse"}, r"'attention' expected one of \('global', 'local', 'infini', 'none'\), got sparse"),
         ({"attention": "local"}, "attention='local' needs a sliding_window of 1 token or more"),
         (
-            {"attention": "infini", "segment_length": 4, "update_rule": "gated_delta", "memory_init": "noise"},
-            "update_rule='gated_delta' does not go with memory_init='noise': the noise is a first normaliser",
+            {"attention": "infini", "segment_length": 4, "update_rule": "gated_delta", "memory_write": "learned"},
+            "update_rule='gated_delta' does not go with memory_write='learned': its β already is",
         ),
         ({"attention": "infini", "segment_length": 4, "layers": [0]}, r"layers=\[0\] is not for this model"),
         ({"sliding_window": 5}, "sliding_window=5 belongs to attention='local' and does nothing with 'global'"),

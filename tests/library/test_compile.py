@@ -30,7 +30,7 @@ TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 MODELS = {
     "gpt2": lambda: infini_gpt2(n_layer=1, position_encoding="segment"),
-    "gated_delta": lambda: infini_gpt2(n_layer=1, update_rule="gated_delta", memory_init="learned", segment_length=10),
+    "gated_delta": lambda: infini_gpt2(n_layer=1, update_rule="gated_delta", segment_length=10),
     "convolution": lambda: infini_gpt2(n_layer=1, memory_conv=2, local_segments=1, position_encoding="rope"),
     "causal_mha": lambda: causal_mha(n_layer=1, attention="infini", segment_length=8, position_encoding="rope"),
     "gemma2": lambda: patch_model(decoder("gemma2", num_hidden_layers=2, **MIXED), segment_length=8, local_segments=1),
@@ -165,7 +165,7 @@ DECODERS = {
     "gemma3_text": lambda: patch_model(decoder("gemma3_text", num_hidden_layers=2, **MIXED), **WINDOW, layers=[0, 1]),
     "half": half_kept,
     "gated_delta": lambda: infini_gpt2(n_layer=1, update_rule="gated_delta", memory_conv=2, position_encoding="rope"),
-    "causal_mha": lambda: causal_mha(n_layer=1, attention="infini", segment_length=8, memory_init="learned"),
+    "causal_mha": lambda: causal_mha(n_layer=1, attention="infini", segment_length=8),
 }
 END = 7
 

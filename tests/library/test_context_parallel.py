@@ -31,7 +31,6 @@ def model_of(draw: random.Random, dtype: torch.dtype):
         "local_segments": draw.randint(0, 2),
         "sink_tokens": draw.choice([0, 2]),
         "memory_conv": draw.choice([0, 1, 3]),
-        "memory_init": draw.choice(["zeros", "learned"]),
         "mask_special_tokens": draw.random() < 0.5,
         "kept_tokens": draw.choice([0, 0, 5, 12]),
     }
@@ -48,7 +47,7 @@ def model_of(draw: random.Random, dtype: torch.dtype):
         model = causal_mha(n_positions=128, attention="infini", position_encoding="rope", **options)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if name.endswith(("memory_conv", "memory_write", "start_memory", "start_normaliser", "keep_weight")):
+        if name.endswith(("memory_conv", "memory_write", "keep_weight")):
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
     return model.to(dtype)
 

@@ -17,7 +17,7 @@ from hf_infini.layers.memory_layer import PARAMETERS
 peft = pytest.importorskip("peft", reason="pip install peft")
 
 OPTIONS = {"segment_length": 8, "local_segments": 1, "gate_init": 0.0}
-LEARNED = {"memory_init": "learned", "memory_conv": 2, "memory_write": "learned", "feature_map": "exp"}
+LEARNED = {"memory_conv": 2, "memory_write": "learned", "feature_map": "exp"}
 LEARNED |= {"kept_tokens": 4, "keep_score": "half"}
 IDS = token_ids(2, 50)
 HINT = "hf_infini.load_adapter"

@@ -18,7 +18,7 @@ peft = pytest.importorskip("peft", reason="pip install peft")
 trl = pytest.importorskip("trl", reason="pip install trl")
 
 OPTIONS = {"segment_length": 8, "local_segments": 1}
-LEARNED = {"memory_init": "learned", "memory_conv": 2, "memory_write": "learned", "feature_map": "exp"}
+LEARNED = {"memory_conv": 2, "memory_write": "learned", "feature_map": "exp"}
 KEEPING = {"kept_tokens": 4, "keep_score": "half"}
 ROOT = Path(__file__).parents[2]
 RUN = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}

@@ -123,7 +123,7 @@ def with_linear_projections(model):
 
 
 def test_torchao_leaves_gpt2_as_it_is_unless_its_projections_are_linear(tmp_path):
-    model, ids = infini_gpt2(position_encoding="segment", memory_conv=3, memory_init="learned"), token_ids(2, 50) % 89
+    model, ids = infini_gpt2(position_encoding="segment", memory_conv=3), token_ids(2, 50) % 89
     model.save_pretrained(tmp_path)
     quantized = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=TorchAoConfig(INT8)).eval()
     assert torch.equal(logits(quantized, ids), logits(model, ids))

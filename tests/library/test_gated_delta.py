@@ -48,9 +48,8 @@ def test_decay_too_strong_for_a_number_and_keys_that_are_all_the_same():
 
 
 def test_a_new_layer_forgets_hardly_anything_and_learns_when_to():
-    model = patch_model(gpt2(), segment_length=8, update_rule="gated_delta", memory_init="learned")
+    model = patch_model(gpt2(), segment_length=8, update_rule="gated_delta")
     attention = model.transformer.h[0].attn
-    assert not hasattr(attention, "start_normaliser")  # a parameter without effect
     hidden_states = torch.randn(2, 5, 32)
     beta, alpha = attention.log_weight(hidden_states).exp().unbind(-1)
     assert beta.shape == (2, attention.num_heads, 5) and bool((beta == 0.5).all())

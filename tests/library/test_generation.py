@@ -13,7 +13,7 @@ from hf_infini import InfiniCache, patch_model
 from models import FLOAT32, causal_mha, generate, gpt2, infini_gpt2, left_padded, token_ids
 
 VARIANTS = [
-    {"layers": [1], "position_encoding": "segment", "memory_init": "learned"},
+    {"layers": [1], "position_encoding": "segment"},
     {"segment_length": 3, "update_rule": "delta", "local_segments": 2, "attn_implementation": "eager"},
     {"segment_length": 10, "update_rule": "gated_delta", "memory_conv": 2, "sink_tokens": 2, "kept_tokens": 4},
 ]

@@ -12,8 +12,8 @@ from cases import (
     plain_case,
     random_case,
     random_cuts,
-    random_state,
     rotary_of,
+    state_before,
 )
 from hf_infini import InfiniCache, infini_attention
 from hf_infini.ops.attention import forced_backend
@@ -48,7 +48,7 @@ def attention_on_gpu(*tensors, state=None, **options):
 def test_attention_is_the_naive_reference_however_the_input_is_cut(seed):
     case = random_case(seed, dtype=torch.float64)
     cuts = random_cuts(seed, case.query.shape[2])
-    assert_equals_reference(case, attention_on_gpu, FLOAT64, cuts, random_state(case, seed))
+    assert_equals_reference(case, attention_on_gpu, FLOAT64, cuts, state_before(case))
 
 
 def by_kernels(*tensors, **options):
@@ -65,7 +65,7 @@ def test_the_kernels_are_the_naive_reference_however_the_input_is_cut(seed):
     tokens = case.query.shape[2]
     if tokens > 1:  # one token is a step
         cuts = [cut for cut in random_cuts(seed, tokens)[:1] if 1 < cut < tokens - 1]
-        assert_equals_reference(case, by_kernels, 3e-5, cuts, random_state(case, seed) if seed % 2 else None)
+        assert_equals_reference(case, by_kernels, 3e-5, cuts, state_before(case) if seed % 2 else None)
 
 
 WIDE = {"batch": 2, "heads": 4, "kv_heads": 2, "tokens": 300, "width": 64, "segment_length": 64}

@@ -96,7 +96,7 @@ def saved(tmp_path_factory):
     models = {
         "infini_gpt2": infini,
         "inner": infini,
-        "trained": patch_model(gpt2(), segment_length=8, memory_init="noise", layers=[0, 2]),
+        "trained": patch_model(gpt2(), segment_length=8, layers=[0, 2]),
         "causal_mha_infini": causal_mha(**{"attention": "infini", "update_rule": "gated_delta", "segment_length": 8}),
         "repository": infini,
         "published": AutoModelForCausalLM.from_pretrained(PUBLISHED),

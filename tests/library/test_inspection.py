@@ -39,10 +39,10 @@ def drawn(seed: int) -> dict:
 KEEPS = {"local_segments": 1, "sink_tokens": 2, "kept_tokens": 6}
 INFINIS = [
     (infini_gpt2, {"local_segments": 1, "sink_tokens": 3, "kept_tokens": 5}),
-    (infini_gpt2, {"update_rule": "delta", "memory_init": "learned"}),
-    (infini_gpt2, {"memory_init": "noise", "layers": [0, 2], "attn_implementation": "eager"}),
+    (infini_gpt2, {"update_rule": "delta"}),
+    (infini_gpt2, {"layers": [0, 2], "attn_implementation": "eager"}),
     (infini_gpt2, {**EXP, "update_rule": "delta", "local_segments": 1}),
-    (infini_gpt2, {**KEEPS, "update_rule": "gated_delta", "memory_init": "learned", "keep_score": "learned"}),
+    (infini_gpt2, {**KEEPS, "update_rule": "gated_delta", "keep_score": "learned"}),
     (causal_mha, {"attention": "infini", "segment_length": LENGTH, "position_encoding": "rope", "score": "dot", **EXP}),
     (patched, {"model_type": "qwen3", **KEEPS, "keep_score": "half"}),
     (patched, {"model_type": "gemma2", "update_rule": "delta", "kept_tokens": 7, "layers": [0, 1, 3]}),
@@ -65,7 +65,7 @@ def made(make, options):
     """The model, its starts, convolutions and writing weights not the same for all heads and places."""
     model = make(**options)
     for name, parameter in model.named_parameters():
-        if name.endswith(("start_memory", "start_normaliser", "memory_conv", "memory_write", "keep_weight")):
+        if name.endswith(("memory_conv", "memory_write", "keep_weight")):
             parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.3)
     return model
 
@@ -156,15 +156,11 @@ def test_scores_are_the_dot_products():
 
 def naive(call, value, gate, skipped, return_state=False):
     """The reference's output for a call of a layer, with these values and gates."""
-    key, rule, softmax, score, start = call.tokens.key, call.rule, call.softmax, call.tokens.score, {}
+    key, rule, softmax, score = call.tokens.key, call.rule, call.softmax, call.tokens.score
     names = ("segment_length", "local_segments", "sink_tokens", "kept_tokens")
     window = {name: getattr(call.layout, name) for name in names}
     weight = call.tokens.log_weight
-    if call.state.start_memory is not None:
-        start = {"start_memory": call.state.start_memory, "start_normaliser": call.state.start_normaliser}
-        if value.shape[-1] != call.tokens.value.shape[-1]:  # no token's
-            start["start_memory"] = torch.zeros(*key.shape[1::2], value.shape[-1]).double()
-    state = InfiniState.initial(key, value, *window.values(), rule=rule, weighted=weight is not None, **start)
+    state = InfiniState.initial(key, value, *window.values(), rule=rule, weighted=weight is not None)
     options = {name: getattr(rule, name) for name in ("update_rule", "feature_map", "eps", "keep_score")}
     options |= {name: getattr(softmax, name) for name in ("scaling", "softcap", "rotary", "turn", "query_weight")}
     given = {"state": state, "log_weight": weight, "memory_mask": ~skipped}

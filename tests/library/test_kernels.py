@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 
-from cases import assert_equals_reference, plain_case, random_case, random_cuts, random_state, rotary_of
+from cases import assert_equals_reference, plain_case, random_case, random_cuts, rotary_of, state_before
 from hf_infini import infini_attention
 from hf_infini.ops.attention import forced_backend
 
@@ -74,7 +74,7 @@ def test_outputs_states_and_gradients_are_those_of_the_reference(name):
     case = plain_case(**SMALL | sizes, **options, dtype=torch.float32)
     if rotary:
         case.options["rotary"] = rotary_of(case.segment_length, case.options, 16, torch.float32)
-    assert_equals_reference(case, by_kernels, FLOAT32, cuts, random_state(case, 0))
+    assert_equals_reference(case, by_kernels, FLOAT32, cuts, state_before(case))
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_random_cases(seed):
         case.options.pop("query_weight", None)
     cuts = [cut for cut in random_cuts(seed, case.query.shape[2])[:1] if 1 < cut < case.query.shape[2] - 1]
     if case.query.shape[2] > 1:  # one token is a step
-        assert_equals_reference(case, by_kernels, FLOAT32, cuts, random_state(case, seed) if seed % 2 else None)
+        assert_equals_reference(case, by_kernels, FLOAT32, cuts, state_before(case) if seed % 2 else None)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_what_a_kernel_cannot_do_is_refused_with_the_reason(options, reason):
     case = plain_case(**SMALL | {"dtype": torch.float32} | options)
     if "tokens" in options:
         case.options["attention_mask"] = torch.ones(1, 1, dtype=torch.bool)
-        state = random_state(case, 0)
+        state = state_before(case)
     else:
         state = None
     with pytest.raises(ValueError, match=f"no backend of .*triton: .*{reason}"):

@@ -16,7 +16,7 @@ from hf_infini.models.adapter import LORA, LORA_WEIGHTS, RECORD, WEIGHTS, restor
 from models import gpt2, token_ids
 
 IDS = token_ids(2, 50)
-OPTIONS = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "memory_init": "learned", "memory_conv": 2}
+OPTIONS = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "memory_conv": 2}
 OPTIONS |= {"kept_tokens": 4, "keep_score": "half"}
 MAKERS = {"llama": lambda: decoder("llama"), "gemma2": lambda: decoder("gemma2"), "gpt2": gpt2}
 

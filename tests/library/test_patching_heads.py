@@ -53,7 +53,7 @@ def assert_same(left: list, right: list) -> None:
 def test_patched_saved_loaded_and_unpatched(name, tmp_path):
     model, ids = stock(name), token_ids(2, 40)
     saved, wanted = options_of(model), outputs(model, ids)
-    patch_model(model, **OPTIONS, memory_init="noise", layers=[0, 2])
+    patch_model(model, **OPTIONS, layers=[0, 2])
     patched = outputs(model, ids)
     assert type(model) is infini_class(name) and len(gates_of(model)) == 2
     assert not any(torch.allclose(one, other, atol=1e-3) for one, other in zip(patched, wanted, strict=True))

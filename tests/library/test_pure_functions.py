@@ -19,8 +19,6 @@ ONE = torch.ones(1, 1, 1, 1)
     ("call", "message"),
     [
         (lambda: as_dot_product("general", ONE, None), "score='general' needs its weight"),
-        (lambda: InfiniState.initial(ONE, ONE, 2, start_memory=ONE[0]), "give both or neither"),
-        (lambda: InfiniState.initial(ONE, ONE, 2, start_normaliser=ONE[0, 0]), "give both or neither"),
     ],
 )
 def test_arguments_that_do_not_go_together(call, message):

@@ -32,7 +32,6 @@ def memories(draw, layers: int, family: str) -> dict:
     options["feature_map"] = draw(st.sampled_from(["elu", "exp"]))
     options["local_segments"] = draw(st.integers(0, 2))
     options["sink_tokens"] = draw(st.integers(0, min(3, options["segment_length"] - 1)))
-    options["memory_init"] = draw(st.sampled_from(["zeros", "learned", "noise"][: 2 + normalised]))
     options["memory_conv"] = draw(st.integers(0, 4))
     options["gate_init"] = draw(st.floats(-4, 4, width=32))
     options["mask_special_tokens"] = draw(st.booleans())
@@ -74,7 +73,7 @@ def infini_models(draw):
         model = patch_model(plain, **options)
     noise = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
-        if name.endswith(("gate.weight", "start_memory", "start_normaliser", "memory_conv", "memory_write", "memory_rates")):
+        if name.endswith(("gate.weight", "memory_conv", "memory_write", "memory_rates")):
             parameter.data += 0.5 * torch.randn(parameter.shape, generator=noise)  # far from the start at zero
     return model.to(dtype)
 

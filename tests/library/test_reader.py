@@ -141,7 +141,7 @@ def read_slowly(folder: str, file: str, text: str) -> None:
 def test_killed_it_goes_on_and_ends_with_the_same_bytes(tmp_path):
     """A real process, killed in the middle of the text."""
     tokenizer, text = build_character_tokenizer([sample_text()]), sample_text()[:3000]
-    options = {"position_encoding": "segment", "update_rule": "delta", "memory_conv": 3, "memory_init": "learned"}
+    options = {"position_encoding": "segment", "update_rule": "delta", "memory_conv": 3}
     model = infini_gpt2(vocab_size=len(tokenizer), **options).eval()
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")

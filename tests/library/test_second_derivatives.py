@@ -29,16 +29,15 @@ def positive(*shape):
 
 
 def states_of(rule, continues, *tensors):
-    keys, value, memory, normaliser, *start = tensors
-    before, after = memory_rule(rule, eps=0.1).states((keys, value, None), memory, normaliser, tuple(start), continues)
+    keys, value, memory, normaliser = tensors
+    before, after = memory_rule(rule, eps=0.1).states((keys, value, None), memory, normaliser, continues)
     return *before, *after
 
 
 # Two steps; the second document begins with the second
 PACKED = torch.tensor([[False, True]])
-# keys, value, memory, normaliser, start
+# keys, value, memory, normaliser
 STATES = [(positive, 1, 2, 1, 2, 2), (normal, 1, 2, 1, 2, 2), (normal, 1, 1, 2, 2), (positive, 1, 1, 2)]
-STATES += [(normal, 1, 2, 2), (positive, 1, 2)]
 FUNCTIONS = {}
 for rule in ("linear", "delta"):
     for packing, continues in (("", None), (" packed", PACKED)):

@@ -106,20 +106,20 @@ def states_kernel(to_states, mq, g, inverse, to_mass, known, rows, carried, segm
 
 @triton.jit(do_not_specialize=CHANGING)
 def scan_back_kernel(
-    to_states, to_wrote, last, to_last, to_before, to_start, known, rows, carried, segments, width,
+    to_states, to_wrote, last, to_last, to_before, known, rows, carried, segments, width,
     C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """to_wrote: the sums from the other end; what leaves the window after the call is not stored. Grid (⌈size / BLOCK⌉,
     kv_heads, batch).
 
-    to_last: gradients of memory and normaliser after the call, of segment last `[batch]`. to_before and to_start: of the
-    state before the call, and of the start by row and head, `[batch, kv_heads, size]`. `None`: there is none.
+    to_last: gradients of memory and normaliser after the call, of segment last `[batch]`. to_before: of the state before
+    the call, `[batch, kv_heads, size]`. `None`: there is none.
     """
     grid = parts.Grid(*known, rows, carried, segments, width)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, b = tl.program_id(1), tl.program_id(2)
     inside, place = at < C.D * C.E + C.D, b * tl.num_programs(1) + h
-    now, to_fresh = parts.zeros(BLOCK), parts.zeros(BLOCK)
+    now = parts.zeros(BLOCK)
     owed = parts.load_whole(to_last, place, at, C)
     last_segment = -1 if last is None else tl.load(last + b).to(tl.int32)
     document = parts.documents_of(grid, b)
@@ -141,14 +141,9 @@ def scan_back_kernel(
             wrote = s - C.W - 1  # the segment that left the window before s
             of_wrote = tl.where(wrote >= begins[i], now, 0.0)
             tl.store(parts.at_state(to_wrote, b, h, wrote) + at, of_wrote, mask=inside & (wrote >= 0))
-            begun = (begins[i] == s) & (s != continued_from)
-            to_fresh += tl.where(begun, now, 0.0)
-            now = tl.where(begun, 0.0, now)
-    at_size = place.to(tl.int64) * (C.D * C.E + C.D) + at
+            now = tl.where((begins[i] == s) & (s != continued_from), 0.0, now)
     if to_before is not None:
-        tl.store(to_before + at_size, now, mask=inside)
-    if to_start is not None:
-        tl.store(to_start + at_size, to_fresh, mask=inside)
+        tl.store(to_before + place.to(tl.int64) * (C.D * C.E + C.D) + at, now, mask=inside)
 
 
 @triton.jit

@@ -43,15 +43,14 @@ def write_kernel(mk, v, wrote, known, rows, carried, segments, width, C: tl.cons
 
 
 @triton.jit(do_not_specialize=CHANGING)
-def scan_kernel(wrote, states, before, start, known, rows, carried, segments, width, C: tl.constexpr, BLOCK: tl.constexpr):
+def scan_kernel(wrote, states, before, known, rows, carried, segments, width, C: tl.constexpr, BLOCK: tl.constexpr):
     """states, `segments + 1`: what each segment reads, and the next one would. Grid (⌈size / BLOCK⌉, kv_heads, batch), size:
-    numbers in a state. before: memory and normaliser before the call; start: those of a new document, without batch; `None`
-    each: empty."""
+    numbers in a state. before: memory and normaliser before the call; `None` each: empty."""
     grid = parts.Grid(*known, rows, carried, segments, width)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, b = tl.program_id(1), tl.program_id(2)
     inside = at < C.D * C.E + C.D
-    fresh, now = parts.load_whole(start, h, at, C), parts.load_whole(before, b * tl.num_programs(1) + h, at, C)
+    now = parts.load_whole(before, b * tl.num_programs(1) + h, at, C)
     document = parts.documents_of(grid, b)
     continued_from = tl.load(document)  # where the document of the state before the call began, or might have
     for first in range(0, segments + 1, 4):  # four loads at a time are on their way
@@ -66,7 +65,7 @@ def scan_kernel(wrote, states, before, start, known, rows, carried, segments, wi
         ]
         for i in tl.static_range(4):
             s = first + i
-            now = tl.where((begins[i] == s) & (s != continued_from), fresh, now) + left[i]
+            now = tl.where((begins[i] == s) & (s != continued_from), 0.0, now) + left[i]
             tl.store(parts.at_state(states, b, h, s) + at, now, mask=inside & (s <= segments))
 
 

@@ -105,10 +105,8 @@ def run(call: AttentionCall) -> Attended:
         sink_key, sink_value = sink_key.flatten(2, 3), sink_value.flatten(2, 3)
     tensors = (query, key, value, memory_query, memory_key, sink_key, sink_value)
     tensors = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors]
-    started = state.start_memory is not None
-    start = state.start() if started else (None, None)
-    before = (state.memory, state.normaliser) if layout.begun or started else (None, None)
-    before = [x if x is None else x.float().contiguous() for x in (*before, *start)]
+    before = (state.memory, state.normaliser) if layout.begun else (None, None)
+    before = [x if x is None else x.float().contiguous() for x in before]
     with torch.cuda.device_of(query):  # else Triton takes the current one
         output, *after = Linear.apply(*tensors, call.gate, *before, _launcher(call, query, key, value))
     output = output.to(call.tokens.value.dtype)
@@ -122,8 +120,7 @@ def _launcher(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) ->
     """What all kernels are given. The interpreter's products of 16 bits are wrong."""
     layout, softmax, heads = call.layout, call.softmax, query.shape[1]
     short, sinks = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}, layout.sink_tokens
-    held = layout.left if call.state.start_memory is None else None
-    tensors = (layout.source, layout.skipped, layout.document, held, *(softmax.rotary or (None, None)))
+    tensors = (layout.source, layout.skipped, layout.document, layout.left, *(softmax.rotary or (None, None)))
     known = Known(
         *(x if x is None else x.contiguous() for x in tensors), heads=heads, kv_heads=key.shape[1],
         length=layout.segment_length, scale=softmax.scaling_of(query), eps=call.rule.eps,
@@ -162,7 +159,7 @@ class Linear(Function):
 
     Arguments: queries, keys, values (keys and values of all rows of the grid); queries and keys of the memory, or `None`:
     the same; the sinks' turned keys and values, `[batch, kv_heads, groups · sinks, …]`, where they are apart; the gate;
-    memory and normaliser before the call; start memory and normaliser; the [`Launcher`].
+    memory and normaliser before the call, or `None`: empty; the [`Launcher`].
     """
 
     @staticmethod
@@ -173,7 +170,7 @@ class Linear(Function):
         states = new(batch, kv_heads, layout.segments + 1, width * value_width + width)
         wrote = torch.empty_like(states[:, :, :-1])
         launcher.launch("write", _rows(key if memory_key is None else memory_key), _rows(value), _rows(wrote))
-        launcher.launch("scan", _rows(wrote), _rows(states), tuple(before[:2]), tuple(before[2:]))
+        launcher.launch("scan", _rows(wrote), _rows(states), tuple(before))
         del wrote
         turned_key = launcher.turned(key, 0, 0)
         make = torch.empty if layout.source is None else torch.zeros  # padding is zero
@@ -217,10 +214,9 @@ class Linear(Function):
         launcher.launch("queries", q, mq, window, g, _rows(found), log_sum, *results, _rows(states), gate)
         to_states, to_wrote = map(_rows, new(2, batch, kv_heads, layout.segments, size))
         to_before = new(batch, kv_heads, size) if any(ctx.needs_input_grad[8:10]) else None
-        to_start = new(batch, kv_heads, size) if any(ctx.needs_input_grad[10:12]) else None
         to_after = tuple(x if x is None else x.contiguous() for x in to_after)
         launcher.launch("states", to_states, mq, g, inverse, to_mass)
-        launcher.launch("scan_back", to_states, to_wrote, launcher.last, to_after, to_before, to_start)
+        launcher.launch("scan_back", to_states, to_wrote, launcher.last, to_after, to_before)
 
         first_place = layout.sink_tokens + layout.local_segments * layout.segment_length
         seeing = Seeing(_rows(launcher.turned(query, first_place, layout.carried)), g, log_sum, along)
@@ -238,8 +234,7 @@ class Linear(Function):
                 to_sinks = tuple(part.to(query.dtype) for part in parts)
         launcher.launch("keys", k, mk, v, seeing, *map(_rows, (to_key, to_memory_key, to_value)), to_wrote, *of_sinks, gate)
 
-        to_gate, to_start = to_gate.sum((0, 2)).to(gate.dtype), None if to_start is None else to_start.sum(0)
-        of_memory = (*_parts_of(to_before, width), *_parts_of(to_start, width))
+        to_gate, of_memory = to_gate.sum((0, 2)).to(gate.dtype), _parts_of(to_before, width)
         return to_query, to_key, to_value, to_memory_query, to_memory_key, *to_sinks, to_gate, *of_memory, None
 
 

@@ -25,7 +25,7 @@ Window = namedtuple("Window", "key value sink_key sink_value")
 # What keys are seen by: queries, turned by their places in the window, the gradient of their output, log₂ of the softmax's
 # denominator, and along, ⟨gradient, what the window found⟩, `[batch, heads, tokens]` both
 Seeing = namedtuple("Seeing", "query gradient log_sum along")
-# Of the layout ([`GridLayout`]), held: its `left`, `None` if every segment reads a memory; cosines and sines; of the layer
+# Of the layout ([`GridLayout`]), held: its `left`; cosines and sines; of the layer
 Known = namedtuple("Known", "source skipped document held cos sin heads kv_heads length scale eps")
 # What changes from call to call, width: slots of a segment. Triton compiles anew for some numbers in a tuple, so a kernel
 # takes these as arguments of their own and puts all into a [`Grid`]
@@ -247,9 +247,7 @@ def load_seen(window, grid, b, kv, s, begin, part: tl.constexpr, at, slots, C: t
 @triton.jit
 def holds_memory(grid, b, s):
     """Whether there is anything to read from the memory of segment s (nothing is kept)."""
-    if grid.held is not None:
-        return tl.load(grid.held + b * (grid.segments + 1) + s) > 0
-    return s >= 0
+    return tl.load(grid.held + b * (grid.segments + 1) + s) > 0
 
 
 @triton.jit

@@ -9,15 +9,14 @@ class Rule(MemoryRule):
 
     update_rule = "delta"
 
-    def states(self, written, memory, normaliser, start=None, continues=None):
+    def states(self, written, memory, normaliser, continues=None):
         """The rule is affine in M: its matrix and its constant are made for all segments at once, so that the loop over
         segments touches the state only."""
         features, value, _ = written
-        first_memory, first_normaliser = start or (None, None)
-        normalisers, last_normaliser = running_sum(features.sum(-2), normaliser, continues, first_normaliser)
+        normalisers, last_normaliser = running_sum(features.sum(-2), normaliser, continues)
         scaled = features / ((features * normalisers.unsqueeze(-2)).sum(-1, keepdim=True) + self.eps)
         factors = features.mT @ value, features.mT @ scaled
-        memories, last_memory = DeltaScan.apply(*factors, memory, continues, first_memory)
+        memories, last_memory = DeltaScan.apply(*factors, memory, continues)
         return (memories, normalisers), (last_memory, last_normaliser)
 
     @staticmethod

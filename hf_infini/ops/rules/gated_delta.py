@@ -31,10 +31,7 @@ class Rule(MemoryRule):
     update_rule = "gated_delta"
     normalised = False
     rates = 2  # log β and log α, neither positive
-    not_with = {
-        "memory_init": ("noise", "the noise is a first normaliser, and its memory has none"),
-        "memory_write": ("learned", "its β already is a learned weight of each token"),
-    }
+    not_with = {"memory_write": ("learned", "its β already is a learned weight of each token")}
 
     def features(self, x: Tensor) -> Tensor:
         """(σ(x) − σ(0)) / |σ(x) − σ(0)|: positive features would nearly be parallel."""
@@ -47,10 +44,9 @@ class Rule(MemoryRule):
         log_weight = features.new_zeros(*key.shape[:-1], 2) if log_weight is None else log_weight.to(features.dtype)
         return (features, value, log_weight) if mask is None else (features * mask, value, log_weight * mask)
 
-    def states(self, written, memory, normaliser, start=None, continues=None):
+    def states(self, written, memory, normaliser, continues=None):
         key, value, log_weight = written
-        first_memory = None if start is None else start[0]
-        memories, last_memory = gated_delta_scan(key, value, log_weight, memory, continues, first_memory)
+        memories, last_memory = gated_delta_scan(key, value, log_weight, memory, continues)
         return (memories, normaliser.unsqueeze(1).expand(-1, key.shape[1], -1, -1)), (last_memory, normaliser)
 
     def read(self, features, memory, normaliser):
@@ -88,12 +84,7 @@ class Rule(MemoryRule):
 
 
 def gated_delta_scan(
-    key: Tensor,
-    value: Tensor,
-    log_weight: Tensor,
-    memory: Tensor,
-    continues: Tensor | None = None,
-    start: Tensor | None = None,
+    key: Tensor, value: Tensor, log_weight: Tensor, memory: Tensor, continues: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """M before each segment, `[B, N, K, D, E]`, and after the last, `[B, K, D, E]`.
 
@@ -104,7 +95,7 @@ def gated_delta_scan(
         key: k, `[B, N, K, P, D]`; value: v, `[B, N, K, P, E]`; log_weight: log β and log α, `[B, N, K, P, 2]`. A token with
             k = 0 and log α = 0 changes nothing.
         memory: before the first segment, `[B, K, D, E]`.
-        continues: `[B, N]` bool: where it is False, M begins again as `start` `[K, D, E]` behind it; `None`: nowhere.
+        continues: `[B, N]` bool: where it is False, M begins again at zero behind it; `None`: nowhere.
     """
     width = key.shape[-1]
     chunks = -(-key.shape[-2] // width)
@@ -119,7 +110,7 @@ def gated_delta_scan(
     # M ← M + Zᵀ V − (Zᵀ g K + (1 − g_P) I) M
     erased = (weighted * kept).mT @ k - torch.diag_embed(faded.unsqueeze(-1).expand(-1, width))
     factors = (part.unflatten(0, key.shape[:3]) for part in (weighted.mT @ v, erased))
-    memories, last = DeltaScan.apply(*factors, memory, continues, start)
+    memories, last = DeltaScan.apply(*factors, memory, continues)
     return memories[:, ::chunks], last
 
 

@@ -4,7 +4,6 @@ Shapes: `B` batch, `N` blocks (segments, or chunks of them), `K` key/value heads
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,18 +23,17 @@ class DeltaScan(Function):
 
     Args:
         target: T, `[B, N, K, D, E]`; factor: B, `[B, N, K, D, D]`; incoming: M_0, `[B, K, D, E]`.
-        continues: `[B, N]` bool: where it is False, M begins again as `start` `[K, D, E]` behind the block; `None`: nowhere.
+        continues: `[B, N]` bool: where it is False, M begins again at zero behind the block; `None`: nowhere.
 
     Returns M before each block, `[B, N, K, D, E]`, and after the last.
     """
 
     @staticmethod
-    def forward(ctx, target, factor, incoming, continues, start):
+    def forward(ctx, target, factor, incoming, continues):
         before = None if continues is None else torch.cat([torch.ones_like(continues[:, :1]), continues[:, :-1]], 1)
-        memories, last = _scan(incoming, target, factor, before, start)
+        memories, last = _scan(incoming, target, factor, before)
         if before is not None:
-            memories = torch.where(before[..., None, None, None], memories, start)
-            last = torch.where(continues[:, -1, None, None, None], last, start)
+            memories, last = _zero_unless(before, memories), _zero_unless(continues[:, -1], last)
         ctx.save_for_backward(factor, continues, memories)
         return memories, last
 
@@ -43,19 +41,22 @@ class DeltaScan(Function):
     def backward(ctx, memories_gradient, gradient):
         factor, continues, memories = ctx.saved_tensors
         with torch.autocast(gradient.device.type, enabled=False):  # which would round the gradient at every block
-            keeps, zero = (None, None) if continues is None else (continues.flip(1), torch.zeros_like(gradient[0]))
-            to_state, to_incoming = _scan(gradient, memories_gradient.flip(1), factor.mT.flip(1), keeps, zero)
-            to_state, to_start = to_state.flip(1), None
-            if continues is not None:
-                arriving, to_state = to_state, to_state * continues[..., None, None, None]
-                to_start = (arriving - to_state).sum((0, 1))
+            keeps = None if continues is None else continues.flip(1)
+            to_state, to_incoming = _scan(gradient, memories_gradient.flip(1), factor.mT.flip(1), keeps)
+            to_state = to_state.flip(1)
+            to_state = to_state if continues is None else _zero_unless(continues, to_state)
             to_factor = (to_state @ memories.mT).neg_()
-        return to_state, to_factor, to_incoming, None, to_start
+        return to_state, to_factor, to_incoming, None
 
 
-def _scan(state: Tensor, added: Tensor, factor: Tensor, keeps: Tensor | None, start: Tensor | None) -> tuple[Tensor, Tensor]:
+def _zero_unless(keeps: Tensor, states: Tensor) -> Tensor:
+    """States `[…, K, D, E]`, zero, also where they are NaN, where `keeps` `[…]` is False."""
+    return states.masked_fill(~keeps[..., None, None, None], 0)
+
+
+def _scan(state: Tensor, added: Tensor, factor: Tensor, keeps: Tensor | None) -> tuple[Tensor, Tensor]:
     """x before each block, `[B, N, K, D, E]`, and after the last, of x ← x + added − factor x in each. Where `keeps`
-    `[B, N]` is False the block reads `start` instead of its x.
+    `[B, N]` is False the block reads zero instead of its x.
 
     A GPU spends a loop over small states waiting for kernels to be launched. There the blocks are scanned in groups, all
     groups at once: first from zero and from the columns of the identity, which gives each group's map; then a loop over the
@@ -66,7 +67,7 @@ def _scan(state: Tensor, added: Tensor, factor: Tensor, keeps: Tensor | None, st
     if not torch.compiler.is_compiling() and state.numel() <= GROUPED_STATE.get(state.device.type, GROUPED_STATE["cuda"]):
         size = max(1, math.isqrt(blocks // 2))  # with which the loops are shortest
     if size == 1:
-        return _loop(state, added, factor, keeps, start)
+        return _loop(state, added, factor, keeps)
     groups = blocks // size + 1  # the last has at least one block of zeros, which begins with the last state
 
     def in_groups(part):
@@ -75,23 +76,21 @@ def _scan(state: Tensor, added: Tensor, factor: Tensor, keeps: Tensor | None, st
 
     added, factor, keeps = in_groups(added), in_groups(factor), keeps if keeps is None else in_groups(keeps)
     unit = torch.eye(height, width + height, dtype=state.dtype, device=state.device).roll(width, 1)
-    wide = start if start is None else F.pad(start, (0, height))
-    _, after = _loop(unit.expand(len(added), state.shape[1], -1, -1), F.pad(added, (0, height)), factor, keeps, wide)
+    _, after = _loop(unit.expand(len(added), state.shape[1], -1, -1), F.pad(added, (0, height)), factor, keeps)
     changed, minus_factor = (after - unit).unflatten(0, (rows, groups)).split((width, height), -1)
     # Nothing that a document ends with, not even NaN, reaches the next
-    through, zero = (None, None) if keeps is None else (keeps.all(1).view(rows, groups), torch.zeros_like(state[0]))
-    first, _ = _loop(state, changed, -minus_factor, through, zero)
-    states, _ = _loop(first.flatten(0, 1), added, factor, keeps, start)
+    first, _ = _loop(state, changed, -minus_factor, None if keeps is None else keeps.all(1).view(rows, groups))
+    states, _ = _loop(first.flatten(0, 1), added, factor, keeps)
     states = states.unflatten(0, (rows, groups)).flatten(1, 2)
     return states[:, :blocks], states[:, blocks].clone()  # a view would keep all states in memory
 
 
-def _loop(state: Tensor, added: Tensor, factor: Tensor, keeps: Tensor | None, start: Any) -> tuple[Tensor, Tensor]:
+def _loop(state: Tensor, added: Tensor, factor: Tensor, keeps: Tensor | None) -> tuple[Tensor, Tensor]:
     """[`_scan`], block by block."""
     before = []
     blocks = (part.transpose(0, 1).flatten(1, 2).unbind(0) for part in (added, factor))
     for number, (new, matrix) in enumerate(zip(*blocks, strict=True)):
         before.append(state)
-        state = state if keeps is None else torch.where(keeps[:, number, None, None, None], state, start)
+        state = state if keeps is None else _zero_unless(keeps[:, number], state)
         state = state + torch.baddbmm(new, matrix, state.flatten(0, 1), alpha=-1).view_as(state)
     return torch.stack(before, 1), state

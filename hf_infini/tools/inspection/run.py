@@ -9,13 +9,11 @@ Shapes: `B` batch, `H` heads, `K` key/value heads, `T` tokens, `S` segments, `C`
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.masking_utils import sdpa_mask
 
@@ -27,7 +25,7 @@ from ...ops.attention import attend_grid, forced_backend
 from ...ops.checks import check_kinds
 from ...ops.layout.base import GridLayout
 from ...ops.scores import visible_softmax
-from ...ops.state import Attended, AttentionCall, Projections
+from ...ops.state import Attended, AttentionCall, InfiniState, Projections
 from ...options import layer_kinds
 from .heads import KEPT, MEMORY, NONE, SINK, WINDOW, Inspection, LayerInspection, token_texts
 
@@ -204,10 +202,8 @@ def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor
             held.append(memory)
             return super().read(features, memory, normaliser)
 
-    # What the state has of values is no token's
-    of_values = [name for name in call.state.tensors() if name.endswith(("memory", "_value"))]
-    state: Any = replace(call.state, **{name: F.pad(getattr(call.state, name), (0, count)) for name in of_values})
-    state = state.checked_for(tokens, call.layout.places, call.rule.normalised)
+    made = {"rule": call.rule, "weighted": tokens.log_weight is not None}
+    state = InfiniState.initial(tokens.key, tokens.value, *call.layout.window_sizes, **made)
     call = call._replace(tokens=tokens, gate=gate, state=state, rule=Watched(**vars(call.rule)), return_state=True)
     attended: Any = attend_grid(call)
     heads, weights = attended[0].split([value.shape[-1], count], -1)

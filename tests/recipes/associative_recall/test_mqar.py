@@ -236,7 +236,7 @@ REFUSED = [
     (["--memory", "gate_init"], ["--memory gate_init: give NAME=VALUE"]),
     (["--memory", "gate_init=1", "gate_init=2"], ["--memory gate_init=2", "once"]),
     (["--memory", "update_rule=delta"], ["--memory update_rule=delta"]),  # which the mixers say
-    (["--memory", "memory_init=noise"], ["--mixers gated_delta: ", "memory_init='noise'"]),
+    (["--memory", "memory_write=learned"], ["--mixers gated_delta: ", "memory_write='learned'"]),
     (["--heads", 3], ["--heads 3 must divide --d_model 16"]),
     (["--test", "16x5x10"], ["--test 16x5x10: the length must be even, at least 4 * pairs = 20"]),
     (["--test", "63x4x10"], ["--test 63x4x10: the length must be even"]),

@@ -103,7 +103,7 @@ def test_wilson_interval():
     "build",
     [
         functools.partial(infini_gpt2, position_encoding="segment"),
-        functools.partial(infini_gpt2, position_encoding="segment", update_rule="delta", memory_init="learned"),
+        functools.partial(infini_gpt2, position_encoding="segment", update_rule="delta"),
         functools.partial(causal_mha, attention="infini", segment_length=8, position_encoding="rope"),
     ],
 )

@@ -135,11 +135,11 @@ def test_two_processes_train_what_one_does(base, self_run):
 @pytest.mark.slow
 def test_infini_starts_from_plain_gpt2(base, self_run, tmp_path, capsys):
     shared = ["--data", str(prepared_data(base)), "--use_cpu", "true", "--out", str(tmp_path / "out")]
-    more = ["--attention", "infini", "--n_segments", "4", "--memory_init", "learned", "--max_steps", "2"]
+    more = ["--attention", "infini", "--n_segments", "4", "--memory_conv", "2", "--max_steps", "2"]
     train.main([*shared, *more, "--init_from", str(self_run), "--learning_rate", "1e-9", "--gradient_checkpointing"])
     plain = GPT2LMHeadModel.from_pretrained(self_run)
     infini = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert infini.config.n_segments == 4 and infini.config.memory_init == "learned"
+    assert infini.config.n_segments == 4 and infini.config.memory_conv == 2
     weights = dict(infini.named_parameters())
     for name, weight in plain.named_parameters():
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-6)  # two steps at a rate of 1e-9
@@ -175,7 +175,7 @@ def test_what_a_start_cannot_be(base, self_run, tmp_path):
 
 def test_parameter_groups():
     config = InfiniGPT2Config(vocab_size=20, n_positions=16, n_embd=8, n_layer=2, n_head=2, segment_length=4)
-    config.memory_init = "learned"
+    config.memory_conv = 2
     config.bos_token_id = config.eos_token_id = 0
     model = InfiniGPT2LMHeadModel(config)
     groups = {group["name"]: group for group in training.parameter_groups(model, 1e-3, 0.01, 0.1)}
@@ -185,7 +185,7 @@ def test_parameter_groups():
     assert groups["gates"]["lr"] == 0.01 and groups["gates"]["weight_decay"] == 0.0
     assert groups["vectors"]["lr"] == 1e-3 and groups["vectors"]["weight_decay"] == 0.0
     assert groups["matrices"]["weight_decay"] == 0.1
-    assert {"transformer.h.0.attn.start_memory", "transformer.h.0.attn.start_normaliser"} <= members["vectors"]
+    assert "transformer.h.0.attn.memory_conv" in members["vectors"]
     assert {"transformer.ln_f.weight", "transformer.h.0.mlp.c_fc.bias"} <= members["vectors"]
     assert {"transformer.wte.weight", "transformer.h.1.attn.c_attn.weight"} <= members["matrices"]
     assert sum(map(len, members.values())) == len(names)  # each in one group
