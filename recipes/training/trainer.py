@@ -81,7 +81,7 @@ class PerplexityTrainer(Trainer):
             spare = -int(learned.sum()) % COLUMNS_OF_THE_HEAD
             targets = F.pad(labels[:, learned], (0, spare), value=-100)
             kept = F.pad(learned.nonzero().squeeze(1), (0, spare))
-            inputs |= {"logits_to_keep": kept, "labels": targets, "shift_labels": targets}
+            inputs |= {"logits_to_keep": kept, "shift_labels": targets}  # in the place of `labels`
         return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None) -> tuple:
