@@ -11,7 +11,7 @@ Rooms, from the bottom up; imports go down only:
     cache/       what a model keeps between two calls, and memory files
     layers/      an attention layer with a memory, and the swap of a decoder's own
     models/      families, patching, the from-scratch model, generation, adapters
-    tools/       training, metrics, lm-eval, inspection, context parallelism, reading: imported by name
+    tools/       parameter groups, lm-eval, inspection, context parallelism, reading: imported by name
     command.py   the command hf-infini
 
 The scripts are in recipes/.

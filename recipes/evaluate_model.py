@@ -125,8 +125,8 @@ def perplexity(options: Options, model, tokenizer, name: str) -> dict:
     from evaluation.inference import check_length
     from evaluation.perplexity import measure_perplexity, positions_table, prepared_rows, text_rows
     from evaluation.texts import read_texts
-    from hf_infini.tools.rows import RowReader
     from support.prepared import read_tokenizer
+    from support.rows import RowReader
 
     if options.data is not None and options.length is None:
         if read_tokenizer(Path(options.data)).get_vocab() != tokenizer.get_vocab():

@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
 
     from corpora.blocks import read_rows
-    from hf_infini.tools import metrics
+    from evaluation.losses import summarize
     from support.markdown import markdown_table
     from support.prepared import read_tokenizer
     from support.stages import read_manifest
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
     alphas, special_ids, rows = choose_alphas(tables), read_tokenizer(data).all_special_ids, []
     for order, alpha in enumerate(alphas):
         loss, tokens = held_out_loss(tables, alphas[: order + 1], held_out, special_ids)
-        found = metrics.summarize([loss], [tokens])
+        found = summarize(loss, tokens)
         rows.append([order, f"{found['cross_entropy']:.4f}", f"{found['perplexity']:.2f}", f"{tokens:,}", f"{alpha:.4g}"])
     print(markdown_table(["order", "cross-entropy", "perplexity", "tokens", "alpha"], rows, left=0))
 

@@ -88,13 +88,14 @@ def main(argv: list[str] | None = None) -> None:
 
     from evaluation import inference, perplexity
     from hf_infini.options import attention_of
-    from hf_infini.tools.rows import RowReader
-    from hf_infini.tools.training import PerplexityTrainer, gate_values, parameter_groups
+    from hf_infini.tools.training import gate_values, parameter_groups
     from plots.run import plot_loss_curve
     from support import measurement
     from support.prepared import read_tokenizer
+    from support.rows import RowReader
     from support.stages import read_manifest, write_json
     from training import console, dilution, run_folder, setup
+    from training.trainer import PerplexityTrainer
 
     data, out = Path(run.data), Path(run.out)
     manifest = read_manifest(data)

@@ -1,2 +1,2 @@
-"""What is used beside a model: training, metrics, lm-eval, inspection, one text over several devices.
+"""What is used beside a model: parameter groups, lm-eval, inspection, one text over several devices.
 Nothing below imports it."""

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ..models.adapter import load_adapter, merged
 from ..options import context_limit, layer_kinds
-from .metrics import score_spans
+from .spans import score_spans
 
 logger = logging.getLogger(__name__)
 UNLIMITED = 2**31 - 1  # tokens; lm-eval reckons with an integer, and writes it into its results

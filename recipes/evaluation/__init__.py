@@ -1,1 +1,1 @@
-"""How good a trained model is: loading it, its perplexity, and intervals of it."""
+"""How good a trained model is: loading it, its losses and perplexity, and intervals of it."""

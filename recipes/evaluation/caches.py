@@ -18,6 +18,7 @@ from support.markdown import markdown_table
 
 from .bootstrap import difference_interval, mean_interval
 from .inference import check_length, gates_closed
+from .losses import stream_losses
 from .perplexity import text_rows
 from .texts import generated_texts
 
@@ -131,8 +132,6 @@ def window_of_equal_bytes(config) -> dict:
 def nats(runner: tasks.Runner, texts: list[str]) -> dict:
     """Of each row the summed losses (nats) and counted tokens, `by_position` (from 2^k on) and `beyond` --count_from."""
     from tqdm import tqdm
-
-    from hf_infini.tools.metrics import stream_losses
 
     options, model = runner.options, runner.model
     check_length(model.config, options.length)

@@ -43,7 +43,7 @@ def measure_perplexity(
 
     Args:
         model: a causal language model in evaluation mode.
-        reader: the [`rows.RowReader`] that makes inputs of them.
+        reader: the [`support.rows.RowReader`] that makes inputs of them.
         chunk: tokens per call of the model in rows longer than this.
         batch_size: rows per call.
         precision: "float32", or "bf16" for autocast.
@@ -52,7 +52,7 @@ def measure_perplexity(
     from torch.nn.utils.rnn import pad_sequence
     from tqdm import tqdm
 
-    from hf_infini.tools.metrics import LossByPosition, stream_losses
+    from .losses import LossByPosition, stream_losses
 
     positions = LossByPosition()
     # A batch's rows are then about as long, and too little memory shows at once

@@ -15,7 +15,7 @@ from cli import UserError
 from corpora.biographies import invent_person, portuguese_names
 from corpora.tokenization import encode_texts
 from evaluation.inference import check_length
-from hf_infini.tools.metrics import score_spans
+from hf_infini.tools.spans import score_spans
 from support.markdown import markdown_table
 from support.stages import read_json, write_json
 

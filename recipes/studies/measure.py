@@ -8,12 +8,12 @@ import numpy as np
 from cli import UserError
 from corpora.blocks import read_documents
 from evaluation.inference import load_model, read_in_chunks
+from evaluation.losses import stream_losses
 from evaluation.perplexity import prepared_rows
 from hf_infini.options import context_limit
-from hf_infini.tools.metrics import stream_losses
-from hf_infini.tools.rows import RowReader
 from support.measurement import cache_bytes
 from support.prepared import REMEDY
+from support.rows import RowReader
 from support.stages import read_json, read_jsonl, read_manifest, write_json
 from training.run_folder import METRICS, RESULT, read_result
 from training.setup import data_fingerprint

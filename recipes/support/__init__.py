@@ -1,1 +1,1 @@
-"""What several recipes need: files that survive a kill, tables in Markdown, measurements of the machine."""
+"""What several recipes need: rows as inputs, files that survive a kill, tables in Markdown, measurements of the machine."""

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -135,9 +136,11 @@ def check_sharing(run, optimizer, config, context: int) -> None:
     """
     if run.context_parallel_size in (None, 1):
         return
-    for name, given in (("dilute_with", run.dilute_with), ("torch_compile", optimizer.torch_compile)):
+    refused = {"--dilute_with": run.dilute_with, "--torch_compile": optimizer.torch_compile}
+    refused["DeepSpeed"] = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    for name, given in refused.items():
         if given:
-            raise UserError(f"--context_parallel_size does not go with --{name}: leave one of the two out")
+            raise UserError(f"--context_parallel_size does not go with {name}: leave one of the two out")
     check_shards(config, context, run.context_parallel_size)
 
 

@@ -62,7 +62,7 @@ sys.path.append(sys.argv[1])
 import torch, hf_infini
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-for name in ("options", "ops.naive", "tools.inspection.page", "tools.metrics", "tools.rows", "tools.training"):
+for name in ("options", "ops.naive", "tools.inspection.page", "tools.spans", "tools.training"):
     importlib.import_module(f"hf_infini.{name}")
 for missing in ("accelerate", "datasets", "evaluate", "pandas"):
     assert importlib.util.find_spec(missing) is None, missing

@@ -19,6 +19,7 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    Trainer,
     TrainingArguments,
 )
 from transformers.utils import hub as transformers_hub
@@ -30,7 +31,6 @@ from cli import UserError
 from hf_infini import load_adapter
 from hf_infini.models import adapter as memory_adapter
 from hf_infini.models.adapter import read_record
-from hf_infini.tools.training import PerplexityTrainer
 from hub_files import code_of, config_of
 from hub_repository import WRITE
 from hub_server import HubServer
@@ -215,7 +215,7 @@ def test_the_trainer_pushes_and_the_model_adds_its_code(published, trained, tmp_
     rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 2
     options = dict(push_to_hub=True, hub_model_id="user/trainer", hub_strategy="end", save_strategy="no", max_steps=1)
     arguments = TrainingArguments(str(folder), use_cpu=True, report_to="none", disable_tqdm=True, **options)
-    trainer = PerplexityTrainer(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer)
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
     for push, start in ((trainer.push_to_hub, "needs_hf_infini"), (lambda: model.push_to_hub("user/trainer"), "hf_infini_")):
         push()

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from transformers import TrainingArguments
 
 from bad_input import refused
-from hf_infini.tools.training import PerplexityTrainer
 from models import RowsOf, causal_mha, infini_gpt2, token_ids
 from running import infini_options, load_recipe, losses, prepared_data, run_recipe, self_options
 from training.dilution import Dilution, weigh_memories
+from training.trainer import PerplexityTrainer
 
 train = load_recipe("train")
 
@@ -77,9 +77,11 @@ def test_a_step_with_a_past_has_its_loss_and_moves_every_parameter(tmp_path, bf1
     row = {"input_ids": ids, "labels": ids.clone()}
     row["labels"][:, :first_learned] = -100
     rows = [{name: column[number] for name, column in row.items()} for number in range(2)]
-    options = {"max_steps": 1, "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 1e-3, "bf16": bf16}
+    options = {"max_steps": 1, "per_device_train_batch_size": 2, "logging_steps": 1, "bf16": bf16}
     arguments = TrainingArguments(output_dir=tmp_path, use_cpu=True, report_to=[], save_strategy="no", **options)
-    trainer = PerplexityTrainer(model, arguments, past_of=Dilution(RowsOf(text), most=1).past, train_dataset=rows)
+    making = {"optimizer_of": lambda model: torch.optim.AdamW(model.parameters(), 1e-3)}
+    making["past_of"] = Dilution(RowsOf(text), most=1).past
+    trainer = PerplexityTrainer(model, arguments, train_dataset=rows, **making)
     trainer.train()
     whole = torch.cat([text.expand(2, -1), ids], 1)
     logits = before(whole).logits[:, 24:-1]

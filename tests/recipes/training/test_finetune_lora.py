@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from decoders import decoder
+from evaluation.losses import stream_losses
 from evaluation.perplexity import text_rows
 from hf_infini import load_adapter, patch_model, save_adapter
-from hf_infini.tools.metrics import stream_losses
 from hf_infini.tools.training import gate_values
 from running import run_recipe
 

@@ -77,7 +77,7 @@ def test_two_sharded_processes_that_share_rows_train_what_one_does(base, alone):
     check(base, alone, out)
 
 
-def test_what_cannot_share_rows_is_refused(base, tmp_path):
+def test_what_cannot_share_rows_is_refused(base, tmp_path, monkeypatch):
     for config, given, message in (
         (GPT2Config(n_layer=2), {}, r"layers \[0, 1\] of this model have no memory"),
         (InfiniGPT2Config(segment_length=16), {"context_parallel_size": 33}, "64 tokens are too short for 33 shards of 2"),
@@ -86,5 +86,10 @@ def test_what_cannot_share_rows_is_refused(base, tmp_path):
         both = SimpleNamespace(**{"context_parallel_size": 2, "dilute_with": None, "torch_compile": False} | given)
         with pytest.raises((UserError, ValueError), match=message):
             setup.check_sharing(both, both, config, CONTEXT)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # as `accelerate launch --use_deepspeed` says it
+    both = SimpleNamespace(context_parallel_size=2, dilute_with=None, torch_compile=False)
+    with pytest.raises(UserError, match="does not go with DeepSpeed"):
+        setup.check_sharing(both, both, InfiniGPT2Config(segment_length=16), CONTEXT)
+    monkeypatch.undo()
     done = run_recipe("train", *options(base, 1, 1), "--context_parallel_size", 2, "--out", tmp_path / "o", check=False)
     assert done.returncode == 1 and "--context_parallel_size 2, but 1 processes started" in done.stderr

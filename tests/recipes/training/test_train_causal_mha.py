@@ -12,7 +12,6 @@ from evaluation.perplexity import measure_perplexity, prepared_rows
 from hf_infini import CausalMHAForCausalLM
 from hf_infini.models.scratch.configuration import CausalMHAConfig
 from hf_infini.tools import training
-from hf_infini.tools.rows import RowReader
 from running import (
     CONTEXT,
     KINDS,
@@ -23,6 +22,7 @@ from running import (
     trained,
 )
 from support import stages
+from support.rows import RowReader
 from training import setup
 
 train = load_recipe("train")

@@ -5,8 +5,6 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from ..ops.checks import check_kinds
-
 
 class RowReader:
     """Makes the inputs of a model from rows of one length; training and evaluations read theirs through one of these.
@@ -17,8 +15,7 @@ class RowReader:
             after it, and neither attention nor memory crosses that border. `None`: a row is read as one text.
     """
 
-    @check_kinds
-    def __init__(self, ignored: Collection[int] = (), end_of_text: int | None = None):
+    def __init__(self, ignored: Collection[int], end_of_text: int | None = None):
         self.ignored = torch.tensor(sorted(ignored), dtype=torch.long)
         self.end_of_text = end_of_text
 
@@ -39,8 +36,8 @@ class RowReader:
         return batch
 
     def collate(self, rows: list[dict]) -> dict[str, Tensor]:
-        """A batch from a list of rows: a Trainer's data collator."""
-        return self({name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]})
+        """A batch from a list of rows of tensors: a Trainer's data collator."""
+        return self({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
 
 
 def document_positions(input_ids: Tensor, end_of_text: int) -> Tensor:

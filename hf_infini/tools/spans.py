@@ -1,0 +1,54 @@
+"""How a model predicts parts of rows: what lm-eval asks for, and recipes/recall."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from ..compat.cache_name import CACHE, cache_of
+
+
+def score_spans(
+    model,
+    rows: Sequence,
+    spans: Sequence[tuple[int, int, int]],
+    chunk: int,
+    progress: Callable[[range], Iterable[int]] = iter,
+) -> list[tuple[float, bool]]:
+    """How a model predicts parts of rows: the loss of each, and whether greedy decoding gives exactly this part.
+
+    The rows are read in chunks through the model's cache, and logits are computed only where a token is asked for.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        rows: the token numbers of each row, 1-D arrays of any lengths.
+        spans: `(row, first, end)`: the part `rows[row][first:end]`, not empty; `first` is at least 1, as nothing predicts a
+            row's first token.
+        chunk: tokens per call of the model.
+        progress: goes through the first columns of the chunks: `tqdm` shows a bar.
+
+    Returns, of each span, the sum of its tokens' negative log-likelihoods in nats, and whether each of its tokens is the
+    arg-max given the true tokens before it.
+    """
+    device = next(model.parameters()).device
+    # Padding is on the right, where a causal model's other tokens do not see it
+    tokens = pad_sequence([torch.as_tensor(row).long() for row in rows], batch_first=True)
+    places = torch.tensor([(row, at - 1) for row, first, end in spans for at in range(first, end)])  # which predict
+    found = torch.empty(len(places), 2, dtype=torch.float64)  # of each token asked for: whether it is the arg-max, its loss
+    end, cache = int(places[:, 1].max()) + 1, None
+    for start in progress(range(0, end, chunk)):
+        piece = tokens[:, start : min(start + chunk, end)].to(device)
+        here = (places[:, 1] >= start) & (places[:, 1] < start + piece.shape[1])
+        kept, columns = (places[here, 1] - start).unique(return_inverse=True)
+        kwargs = {"use_cache": False} if chunk >= end else {CACHE: cache, "use_cache": True}
+        with torch.no_grad():
+            output = model(input_ids=piece, logits_to_keep=kept.to(device) if len(kept) else 1, **kwargs)
+        cache = cache_of(output)
+        if len(kept):
+            logits = output.logits[places[here, 0].to(device), columns.to(device)].float()
+            targets = tokens[places[here, 0], places[here, 1] + 1].to(device)
+            losses = F.cross_entropy(logits, targets, reduction="none")
+            found[here] = torch.stack([(logits.argmax(-1) == targets).double(), losses.double()], -1).cpu()
+    parts = found.split([end - first for _, first, end in spans])
+    return [(float(part[:, 1].sum()), bool(part[:, 0].all())) for part in parts]
