@@ -300,8 +300,11 @@ def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
     return layout.positions + (state.last_position + 1 - state.tokens_seen).unsqueeze(1)
 
 
-def check_positions(positions: Tensor, limit: int, remedy: str) -> None:
-    """ValueError for positions beyond an embedding of `limit` rows; in a graph of torch.compile the check is part of it."""
+def check_positions(positions: Tensor, limit: int, remedy: str, counted: bool) -> None:
+    """ValueError for positions `[batch, tokens]` beyond an embedding of `limit` rows; in a graph of torch.compile the check
+    is part of it. `counted`: they count the tokens from 0, so that nothing is read where there are no more than the limit."""
+    if counted and positions.shape[1] <= limit:
+        return
     if torch.compiler.is_compiling():
         torch._assert_async((positions < limit).all(), f"a position is beyond this model's {limit} learned positions")
     elif (furthest := int(positions.max())) >= limit:

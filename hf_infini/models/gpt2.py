@@ -75,5 +75,6 @@ class InfiniGPT2ModelMixin(InfiniModelMixin):
             return layout.positions % self.config.tokens_per_segment
         positions = counted_positions(layout, cache) if position_ids is None else position_ids
         if self.config.position_encoding == "learned":
-            check_positions(positions, self.config.n_positions, "patch it with position_encoding='segment', or train one")
+            remedy = "patch it with position_encoding='segment', or train one"
+            check_positions(positions, self.config.n_positions, remedy, position_ids is None and cache is None)
         return positions

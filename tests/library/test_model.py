@@ -1,15 +1,18 @@
 """InfiniGPT2LMHeadModel: equal to GPT-2 where it must be."""
 
+import contextlib
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from decoders import decoder
 from hf_infini import (
     InfiniGPT2Config,
     InfiniGPT2LMHeadModel,
     patch_model,
 )
-from models import gpt2, infini_gpt2, token_ids
+from models import causal_mha, gpt2, infini_gpt2, token_ids
 
 FLOAT32 = 1e-5  # of logits of size 1 to 10: rounding in another order of additions
 
@@ -83,3 +86,23 @@ def test_errors():
         model(token_ids(1, 70))
     with pytest.raises(ValueError, match="cross-attention"):
         model(ids, encoder_hidden_states=torch.zeros(2, 3, 32))
+
+
+TRAINED = {
+    "GPT-2": lambda: infini_gpt2(memory_conv=2),
+    "GPT-2 that keeps tokens": lambda: infini_gpt2(kept_tokens=5, keep_score="half", position_encoding="rope"),
+    "gated delta rule": lambda: infini_gpt2(update_rule="gated_delta", sink_tokens=2, position_encoding="segment"),
+    "from scratch": lambda: causal_mha(attention="infini", segment_length=8, local_segments=1),
+    "Llama": lambda: patch_model(decoder("llama"), segment_length=8, sink_tokens=2, kept_tokens=4),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_training_step_reads_no_number_back_from_its_device(name, monkeypatch):
+    """Tensors on the meta device have none: what would wait for a GPU is an error there, as for positions of documents."""
+    monkeypatch.setattr(torch, "autocast", lambda *given, **options: contextlib.nullcontext())  # there is none for it
+    model, ids = TRAINED[name]().train().to("meta"), torch.zeros(2, 45, dtype=torch.long, device="meta")
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta tensor"):
+        model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False)

@@ -125,7 +125,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         given = tokens_of(input_ids, inputs_embeds)
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         embeddings = self.wte(given) if inputs_embeds is None else given
-        infini = None
+        infini, counted = None, position_ids is None and cache is None
         if self.config.attention == "infini":
             masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
             first: Any = self.h[0]
@@ -149,7 +149,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
                 position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -embeddings.shape[1] :]
             elif position_ids is None:
                 position_ids = torch.arange(past, past + embeddings.shape[1], device=embeddings.device).unsqueeze(0)
-        hidden_states = self.drop(self._with_positions(embeddings, position_ids))
+        hidden_states = self.drop(self._with_positions(embeddings, position_ids, counted))
         for block in self.h:
             hidden_states = block(hidden_states, output_attentions, position_ids=position_ids, **visible)
         if infini is not None and infini.cache is not None and isinstance(cache, InfiniCache):
@@ -157,15 +157,16 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         output: dict[str, Any] = {"last_hidden_state": self.ln_f(hidden_states), CACHE: cache if use_cache else None}
         return BaseModelOutputWithPast(**output)
 
-    def _with_positions(self, embeddings: Tensor, position_ids: Tensor) -> Tensor:
-        """The token embeddings `[batch, tokens, n_embd]` and what their positions add to them."""
+    def _with_positions(self, embeddings: Tensor, position_ids: Tensor, counted: bool) -> Tensor:
+        """The token embeddings `[batch, tokens, n_embd]` and what their positions add to them; `counted`: as of
+        [`check_positions`]."""
         if self.config.position_encoding == "sinusoidal":
             # Times √n_embd, as in the paper (section 3.4): sines of size 1 would drown embeddings that start near 0
             encoding = sinusoidal_encoding(position_ids, self.config.n_embd)
             return embeddings * self.config.n_embd**0.5 + encoding.to(embeddings.dtype)
         if self.config.position_encoding != "learned":
             return embeddings
-        check_positions(position_ids, self.config.n_positions, "train a model")
+        check_positions(position_ids, self.config.n_positions, "train a model", counted)
         return embeddings + self.wpe(position_ids)
 
     def _mask(self, embeddings, attention_mask: Tensor | None, position_ids: Tensor | None, cache, past) -> Tensor | None:

@@ -44,7 +44,8 @@ def segment_layout(
             before it starts a new document. `None`: none does.
         state: the state that the call continues, or `None`.
         completes_segments: as of [`step_layout`].
-    On an accelerator this waits for the device a few times, however many layers share the layout.
+    On an accelerator this waits for the device a few times, however many layers share the layout; not at all for a training
+    step of rows without padding and positions.
 
     Raises:
         ValueError: masks or positions of another shape; a mask with other values than 0 and 1; as many sinks as a segment
@@ -64,7 +65,9 @@ def segment_layout(
     if position_ids is not None:
         position_ids = position_ids.expand(batch, tokens)
         restart = restarts(position_ids, real, state)
-    if not graph:  # masks that change nothing are left out
+    training = torch.is_grad_enabled() and device is not None and device.type != "cpu"
+    reads = not graph and not (training and real is None and restart is None)
+    if reads:  # masks that change nothing are left out
         masks = (real, memory_mask, None if restart is None else ~restart)
         given = [mask for mask in masks if mask is not None]
         idle = iter(torch.stack([mask.all() for mask in given]).tolist() if given else ())
@@ -85,7 +88,7 @@ def segment_layout(
     layout = GridLayout(**sizes, **form, batch=batch, tokens=tokens, begun=any(seen), last_position=last)
     sink_rows, next_window = _rows(layout)
     layout = replace(layout, sink_rows=sink_rows, window=next_window)
-    return _with_memory(layout, memory_mask, state)
+    return _with_memory(layout, memory_mask, state, reads)
 
 
 _layout_outside_graph = torch.compiler.disable(
@@ -195,8 +198,9 @@ def _rows(layout: GridLayout) -> tuple[Tensor, Tensor]:
     return sink_rows[:, :-1] if layout.source is not None else sink_rows, window
 
 
-def _with_memory(layout: GridLayout, memory_mask: Tensor | None, state: InfiniState | None) -> GridLayout:
-    """The layout that knows which tokens of the call and of the state's window the memory skips, and how many it holds."""
+def _with_memory(layout: GridLayout, memory_mask: Tensor | None, state: InfiniState | None, reads: bool) -> GridLayout:
+    """The layout that knows which tokens of the call and of the state's window the memory skips, and how many it holds;
+    `reads`: whether values may be read back from the device."""
     batch, device, skipped, next_skipped = layout.batch, layout.tokens_seen.device, None, None
     window, written = None if state is None else state.local_skipped, _leaving(layout)
     if memory_mask is not None or window is not None:
@@ -215,7 +219,7 @@ def _with_memory(layout: GridLayout, memory_mask: Tensor | None, state: InfiniSt
     left = total - total.gather(1, first) + continued * before.unsqueeze(1)
     after = (left[:, -1] - layout.kept_tokens).clamp(min=0)
     most_kept = layout.kept_tokens
-    if most_kept and not torch.compiler.is_compiling():  # short rows do not attend to empty places
+    if most_kept and reads:  # short rows do not attend to empty places
         most_kept = min(most_kept, int(left[:, :-1].max()))
     found = {"skipped": skipped, "next_skipped": next_skipped, "written": written, "left": left, "most_kept": most_kept}
     return replace(layout, memory_tokens=after, **found)
