@@ -302,7 +302,7 @@ def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
 
 def check_positions(positions: Tensor, limit: int, remedy: str, counted: bool) -> None:
     """ValueError for positions `[batch, tokens]` beyond an embedding of `limit` rows; in a graph of torch.compile the check
-    is part of it. `counted`: they count the tokens from 0, so that nothing is read where there are no more than the limit."""
+    is part of it. `counted`: from 0 on, so that nothing is read where there are no more than the limit."""
     if counted and positions.shape[1] <= limit:
         return
     if torch.compiler.is_compiling():
