@@ -52,9 +52,7 @@ class MemoryOptions(ConfigBase):
 
     Args:
         segment_length (`int`, *optional*):
-            Tokens in a segment, L. Give this or `n_segments`, one of the two.
-        n_segments (`int`, *optional*):
-            Segments in a context of as many tokens as the model has positions, which it must divide.
+            Tokens in a segment, L; a memory needs one.
         update_rule (`str`, *optional*, defaults to `"linear"`):
             How a segment is written into the memory: `"linear"` adds its values, `"delta"` its values minus what the memory
             already returns for their keys (which does not overwrite: a key repeated many times reads half its value).
@@ -93,7 +91,6 @@ class MemoryOptions(ConfigBase):
     """
 
     segment_length: int | None = number(None, at_least=1, at_most=2**20)
-    n_segments: int | None = number(None, at_least=1)
     update_rule: UpdateRule = "linear"
     feature_map: Literal["elu", "exp"] = "elu"
     local_segments: int = number(0, at_least=0, at_most=2**16)
@@ -112,14 +109,9 @@ class MemoryOptions(ConfigBase):
         return True
 
     @property
-    def tokens_per_segment(self) -> int | None:
-        """L, from whichever of `segment_length` and `n_segments` was given; `None` without a memory."""
-        return self.segment_length if self.n_segments is None else self.max_position_embeddings // self.n_segments
-
-    @property
     def window(self) -> tuple[int, int, int, int]:
         """What the softmax sees: tokens of a segment, earlier segments, first tokens of a document, kept tokens."""
-        length: Any = self.tokens_per_segment  # there is one where there is a memory
+        length: Any = self.segment_length  # there is one where there is a memory
         return length, self.local_segments, self.sink_tokens, self.kept_tokens
 
     @property
@@ -140,17 +132,11 @@ class MemoryOptions(ConfigBase):
         """Run by the base class after every construction; the choices and types are checked before, by the annotations."""
         if not self.has_memory:
             return
-        if (self.segment_length is None) == (self.n_segments is None):
-            raise ValueError(
-                "give exactly one of segment_length (tokens in a segment) and n_segments (segments in the context); "
-                f"got segment_length={self.segment_length}, n_segments={self.n_segments}."
-            )
-        if self.n_segments is not None and self.max_position_embeddings % self.n_segments:
-            name = self.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-            raise ValueError(f"n_segments must divide {name}={self.max_position_embeddings}; got {self.n_segments}.")
+        if self.segment_length is None:
+            raise ValueError("give segment_length, the tokens of a segment, such as 256.")
         if self.sink_tokens >= self.window[0]:
             raise ValueError(
-                f"sink_tokens must be fewer than the {self.tokens_per_segment} tokens of a segment; got {self.sink_tokens}."
+                f"sink_tokens must be fewer than the {self.segment_length} tokens of a segment; got {self.sink_tokens}."
             )
         if self.keep_score != "attention" and self.kept_tokens < (2 if self.keep_score == "half" else 1):
             raise ValueError(
@@ -193,7 +179,7 @@ def help_texts(options: type) -> dict[str, str]:
 
 
 # Options that earlier versions had, each with the one value that means what is left
-REMOVED = {"denominator": "separate", "memory_init": "zeros"}
+REMOVED = {"denominator": "separate", "memory_init": "zeros", "n_segments": None}
 
 
 def without_removed(options: dict[str, Any]) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def facts(options: Options, model, tokenizer, name: str) -> dict:
     from evaluation.texts import read_texts
     from recall.tasks import facts_table, run_facts
 
-    segment_length = options.segment_length or getattr(model.config, "tokens_per_segment", None)
+    segment_length = options.segment_length or getattr(model.config, "segment_length", None)
     if segment_length is None:
         raise UserError("--segment_length is needed: this model has no segments of its own to count distances in")
     texts = read_texts(options) if options.source else None

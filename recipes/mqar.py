@@ -25,7 +25,7 @@ from cli.model_options import MEMORY, UPDATE_RULES
 
 # As associative_recall.model has them, whose import takes seconds; what tells most comes first
 MIXERS = ["attention", "window", *UPDATE_RULES, *(f"{rule}+conv" for rule in UPDATE_RULES)]
-DECIDED = ("segment_length", "n_segments", "update_rule", "memory_conv", "layers", "mask_special_tokens")
+DECIDED = ("segment_length", "update_rule", "memory_conv", "layers", "mask_special_tokens")
 SHORT = {"d_model": "d", "heads": "h", "segment_length": "s", "window": "w", "precision": ""}  # in the names of runs
 STATE_TOKENS = 1024  # after which the state is counted
 

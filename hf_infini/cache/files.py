@@ -38,7 +38,7 @@ WITHOUT_EFFECT = {"attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "gate_in
 WITHOUT_EFFECT |= {"tie_word_embeddings"}
 # Options that a description has by what they come to
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-DESCRIBED_INDIRECTLY = {"n_segments", "segment_length", "layers", "mask_special_tokens", *SPECIAL_TOKENS}
+DESCRIBED_INDIRECTLY = {"segment_length", "layers", "mask_special_tokens", *SPECIAL_TOKENS}
 
 
 class MemoryFileError(ValueError):
@@ -72,7 +72,8 @@ def describe_model(model: nn.Module) -> dict:
     config: Any = model.config
     passed_over = {field.name for field in fields(PreTrainedConfig)} | WITHOUT_EFFECT | DESCRIBED_INDIRECTLY
     options = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in passed_over}
-    options |= {name: getattr(config, name) for name in ("model_type", "infini_layers", "tokens_per_segment")}
+    options |= {"model_type": config.model_type, "infini_layers": config.infini_layers}
+    options["tokens_per_segment"] = getattr(config, "segment_length", None)  # its name in files of earlier versions
     options["tokens_kept_out"] = [getattr(config, name) for name in SPECIAL_TOKENS] if config.mask_special_tokens else []
     digest = hashlib.sha256()
     _add_tensors(digest, model.base_model.state_dict())

@@ -72,7 +72,7 @@ class InfiniGPT2ModelMixin(InfiniModelMixin):
 
     def own_positions(self, layout: Layout, position_ids: Tensor | None, cache: InfiniCache | None) -> Tensor:
         if self.config.position_encoding == "segment":
-            return layout.positions % self.config.tokens_per_segment
+            return layout.positions % self.config.segment_length
         positions = counted_positions(layout, cache) if position_ids is None else position_ids
         if self.config.position_encoding == "learned":
             remedy = "patch it with position_encoding='segment', or train one"

@@ -12,8 +12,6 @@ from ..compat.hub_code import HubConfigMixin
 from ..ops.rules import RULES
 from ..options import MemoryOptions, check_number, without_removed
 
-SEGMENTS = {"segment_length", "n_segments"}  # one of the two is given
-
 
 def checked(config_class: type) -> type:
     """Decorator of a configuration: checks types and runs its validators, as transformers' own do, and raises what they find
@@ -41,20 +39,18 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As usual, but options in `kwargs` count before the check, and `segment_length` or `n_segments` replaces either. A
-        plain model's configuration stays one where neither is given: PEFT asks the class of a patched model for the
-        vocabulary of its checkpoint.
+        """As usual, but options in `kwargs` count before the check. A plain model's configuration stays one where no
+        `segment_length` is given: PEFT asks the class of a patched model for the vocabulary of its checkpoint.
 
         Raises:
             ValueError: a value that cannot be.
         """
         kind = config_dict.get("model_type", cls.model_type)
-        if kind == cls.own_class.model_type and not SEGMENTS & kwargs.keys():
+        if kind == cls.own_class.model_type and "segment_length" not in kwargs:
             return cls.own_class.from_dict(config_dict, **kwargs)
-        replaced = {"model_type", *(SEGMENTS if SEGMENTS & kwargs.keys() else ())}
         options = (cls.__dataclass_fields__.keys() | cls.attribute_map.keys()) - PreTrainedConfig.__dataclass_fields__.keys()
         given = {name: kwargs.pop(name) for name in options & kwargs.keys()}
-        values = {name: value for name, value in config_dict.items() if name not in replaced} | given
+        values = {name: value for name, value in config_dict.items() if name != "model_type"} | given
         found = super().from_dict(values, **kwargs)
         if kind == cls.own_class.model_type:  # its model compares the layers once they are loaded
             (found[0] if isinstance(found, tuple) else found).__dict__["_from_other_type"] = True
@@ -67,6 +63,9 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
 
     def __post_init__(self, **kwargs):
         """Checks numbers before anything is computed of them."""
+        segments = kwargs.pop("n_segments", None)  # in files of earlier versions: segments in so many positions
+        if segments is not None and self.segment_length is None:
+            self.segment_length = self.max_position_embeddings // segments
         for entry in dataclasses.fields(self):
             check_number(entry.name, getattr(self, entry.name), entry.metadata)
         super().__post_init__(**without_removed(kwargs))

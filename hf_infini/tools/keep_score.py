@@ -80,7 +80,7 @@ def _observed(
     """Within it, the softmax of a patched model sees all of a row, of at most so many tokens, as that of the plain model
     does; and every call of the layers adds its tokens to the sums."""
     config = decoder_of(model).config
-    before = {name: getattr(config, name) for name in ("segment_length", "n_segments", "local_segments")}
+    before = {name: getattr(config, name) for name in ("segment_length", "local_segments")}
     running: list[tuple[str, Tensor]] = []  # the layer's name, and the input of its projections
 
     def learned_score(name: str, layer: MemoryLayerMixin, hidden_states: Tensor) -> Tensor | None:
@@ -101,7 +101,7 @@ def _observed(
         return output, None, None
 
     try:
-        vars(config).update(segment_length=longest, n_segments=None, local_segments=0)
+        vars(config).update(segment_length=longest, local_segments=0)
         for name, layer in layers.items():
             layer.learned_score = functools.partial(learned_score, name, layer)
         with in_evaluation(model), forced_backend(run):

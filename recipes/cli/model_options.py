@@ -123,11 +123,9 @@ def build_config(options: ModelOptions, tokenizer, context: int):
                     f"--{needed} {values[needed]}: leave it out"
                 )
             values.pop(name, None)
-    lengths = {"local": ("sliding_window",), "infini": ("segment_length", "n_segments")}.get(values["attention"], ())
-    if given.keys() & set(lengths):  # a new one replaces the old
-        values |= {name: given.get(name) for name in lengths}
-    elif lengths and not any(values.get(name) for name in lengths):
-        values[lengths[0]] = max(1, context // 8)
+    length = {"local": "sliding_window", "infini": "segment_length"}.get(values["attention"])
+    if length and not values.get(length):
+        values[length] = max(1, context // 8)
 
     if family == "causal_mha":
         config_class, values["dropout"] = CausalMHAConfig, options.dropout

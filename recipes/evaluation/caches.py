@@ -105,7 +105,7 @@ def with_part(model, way: str, cache: None) -> Iterator[None]:
     if way in (NO_KEPT, ONLY_WINDOW, LONGER_WINDOW):
         changes = {"kept_tokens": 0, "keep_score": "attention"}
     if way == LONGER_WINDOW:
-        changes |= {"n_segments": None, **window_of_equal_bytes(config)}
+        changes |= window_of_equal_bytes(config)
     before = {name: getattr(config, name) for name in changes}
     with contextlib.ExitStack() as stack:
         if way in (NO_MEMORY, ONLY_WINDOW, LONGER_WINDOW):
@@ -123,7 +123,7 @@ def window_of_equal_bytes(config) -> dict:
     config.dtype = torch.bfloat16
     heads, width = key_heads(config)
     tokens = cache_bytes(config) // len(config.infini_layers) // (2 * heads * width * config.dtype.itemsize)
-    return window_of(tokens - config.sink_tokens, config.sink_tokens + 1, config.tokens_per_segment)
+    return window_of(tokens - config.sink_tokens, config.sink_tokens + 1, config.segment_length)
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from running import load_recipe
 
 GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 96, "n_head": 6, "n_inner": None, "vocab_size": 517}
 GPT2 |= {"activation_function": "gelu_new", "n_positions": 40, "tie_word_embeddings": True}
-INFINI = GPT2 | {"model_type": "infini_gpt2", "segment_length": None, "n_segments": 5, "update_rule": "delta"}
+INFINI = GPT2 | {"model_type": "infini_gpt2", "segment_length": 5, "update_rule": "delta"}
 INFINI |= {"local_segments": 2, "layers": [0, 2], "position_encoding": "segment", "auto_map": {"AutoConfig": "x.X"}}
-OPTIONS = dict.fromkeys(("n_layer", "n_embd", "n_head", "segment_length", "n_segments", "update_rule", "layers"))
+OPTIONS = dict.fromkeys(("n_layer", "n_embd", "n_head", "segment_length", "update_rule", "layers"))
 OPTIONS |= {"learning_rate": 0.003, "schedule": "cosine", "precision": "bf16", "batch_size": 64, "seed": 5}
 RESULT = {
     "cross_entropy": 1.2345678,

@@ -32,9 +32,8 @@ def gpt2(seed=0, **options) -> GPT2LMHeadModel:
 def infini_gpt2(seed=0, **options) -> InfiniGPT2LMHeadModel:
     """The same with Infini-attention; gates spread from −1 to 1 so that local attention and memory both matter."""
     torch.manual_seed(seed)
-    if "n_segments" not in options:
-        options = {"segment_length": 8} | options
-    model = InfiniGPT2LMHeadModel(InfiniGPT2Config(**SIZES | {"initializer_range": 0.2} | options)).eval()
+    options = SIZES | {"initializer_range": 0.2, "segment_length": 8} | options
+    model = InfiniGPT2LMHeadModel(InfiniGPT2Config(**options)).eval()
     for layer in model.config.infini_layers:
         model.transformer.h[layer].attn.gate.weight.data.copy_(torch.linspace(-1, 1, 4))
     return with_rates(model)

@@ -20,7 +20,7 @@ KINDS = [
     INFINI | {"position_encoding": "learned", "score": "general"},
     INFINI | {"position_encoding": "sinusoidal", "update_rule": "delta", "local_segments": 1, "sink_tokens": 3},
     INFINI | {"position_encoding": "rope", "update_rule": "gated_delta"},
-    {"attention": "infini", "n_segments": 8, "position_encoding": "rope", "score": "dot"} | RICH,
+    {"attention": "infini", "segment_length": 8, "position_encoding": "rope", "score": "dot"} | RICH,
 ]
 # Windows of one token, whose queries and keys do nothing, and of two: what is left of a cache is nothing and one token
 SMALL_WINDOWS = [

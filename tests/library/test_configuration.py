@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import re
 import typing
 
@@ -14,9 +15,7 @@ from hf_infini.options import MemoryOptions, help_texts, in_words
 from models import SIZES, gpt2
 
 
-def test_segments_by_length_or_by_number():
-    assert InfiniGPT2Config(segment_length=100).tokens_per_segment == 100
-    assert InfiniGPT2Config(n_segments=64, n_positions=1024).tokens_per_segment == 16
+def test_layers_with_a_memory():
     assert InfiniGPT2Config(segment_length=8, n_layer=3).infini_layers == [0, 1, 2]
     assert InfiniGPT2Config(segment_length=8, n_layer=3, layers=[2, 0]).infini_layers == [0, 2]
 
@@ -50,8 +49,16 @@ def test_options_on_top_of_a_saved_config(tmp_path):
     assert InfiniGPT2Config.from_pretrained(tmp_path / "plain", segment_length=32).segment_length == 32
     assert type(InfiniGPT2Config.from_pretrained(tmp_path / "plain")) is GPT2Config  # a plain model stays one
     InfiniGPT2Config(segment_length=32).save_pretrained(tmp_path / "infini")
-    changed = InfiniGPT2Config.from_pretrained(tmp_path / "infini", n_segments=4)
-    assert (changed.segment_length, changed.tokens_per_segment) == (None, 256)
+    assert InfiniGPT2Config.from_pretrained(tmp_path / "infini", segment_length=16).segment_length == 16
+
+
+@pytest.mark.parametrize(("config", "options"), [(InfiniGPT2Config, {}), (CausalMHAConfig, {"attention": "infini"})])
+def test_a_file_with_the_number_of_segments_of_an_earlier_version(config, options, tmp_path):
+    config(segment_length=8, n_positions=64, **options).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"segment_length": None, "n_segments": 4}))
+    assert config.from_pretrained(tmp_path).segment_length == 16
+    assert config.from_pretrained(tmp_path, segment_length=2).segment_length == 2
 
 
 INFINI = {"segment_length": 8}
@@ -70,7 +77,7 @@ def test_options_given_on_loading_count_in_the_check(tmp_path):
     CausalMHAConfig().save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path, attention="infini", segment_length=8)
     assert (loaded.attention, loaded.segment_length) == ("infini", 8)
-    with pytest.raises(ValueError, match="exactly one of segment_length"):
+    with pytest.raises(ValueError, match="give segment_length"):
         AutoConfig.from_pretrained(tmp_path, attention="infini")
 
 

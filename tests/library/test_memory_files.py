@@ -177,8 +177,8 @@ def test_the_other_family_and_models_without_a_memory_are_refused(kept):
 
 
 def test_what_changes_nothing_in_a_memory_is_not_asked_for(kept, tmp_path):
-    """Options of training alone, the same segments by another name, and the head behind the base model."""
-    same = infini_gpt2(attn_pdrop=0.3, gate_init=5.0, segment_length=None, n_segments=8, layers=[2, 1, 0], use_cache=False)
+    """Options of training alone, the same layers in another order, and the head behind the base model."""
+    same = infini_gpt2(attn_pdrop=0.3, gate_init=5.0, layers=[2, 1, 0], use_cache=False)
     InfiniCache.from_pretrained(kept, same)
     model = mha()
     read(model, input_ids=token_ids(1, 20)).save_pretrained(tmp_path / "m", model)

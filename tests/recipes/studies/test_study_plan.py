@@ -57,7 +57,7 @@ def test_settings_go_above_files_and_variants_above_what_all_share(tmp_path):
     assert [(run.name, run.data) for run in runs] == [("a", "base"), ("b", "b")]
     assert runs[0].options == shared | {"n_layer": 5}
     assert runs[1].options == shared | {"n_layer": 7, "layers": [0], "gate_init": -4}
-    words = plan.words_of({"layers": [0, 2], "use_cpu": True, "n_segments": None, "gate_init": -4.5})
+    words = plan.words_of({"layers": [0, 2], "use_cpu": True, "n_inner": None, "gate_init": -4.5})
     assert words == ["--layers", "0", "2", "--use_cpu", "True", "--gate_init", "-4.5"]
 
 

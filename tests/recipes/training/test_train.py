@@ -135,11 +135,11 @@ def test_two_processes_train_what_one_does(base, self_run):
 @pytest.mark.slow
 def test_infini_starts_from_plain_gpt2(base, self_run, tmp_path, capsys):
     shared = ["--data", str(prepared_data(base)), "--use_cpu", "true", "--out", str(tmp_path / "out")]
-    more = ["--attention", "infini", "--n_segments", "4", "--memory_conv", "2", "--max_steps", "2"]
+    more = ["--attention", "infini", "--segment_length", "8", "--memory_conv", "2", "--max_steps", "2"]
     train.main([*shared, *more, "--init_from", str(self_run), "--learning_rate", "1e-9", "--gradient_checkpointing"])
     plain = GPT2LMHeadModel.from_pretrained(self_run)
     infini = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert infini.config.n_segments == 4 and infini.config.memory_conv == 2
+    assert infini.config.segment_length == 8 and infini.config.memory_conv == 2
     weights = dict(infini.named_parameters())
     for name, weight in plain.named_parameters():
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-6)  # two steps at a rate of 1e-9
@@ -161,8 +161,6 @@ def test_what_a_start_cannot_be(base, self_run, tmp_path):
         config(attention="self", init_from=str(straight_run(base)))
     with pytest.raises(UserError, match="no config.json"):
         config(attention="self", init_from=str(tmp_path))
-    with pytest.raises(UserError, match="n_segments must divide"):
-        config(n_segments=7)
     with pytest.raises(UserError, match="--n_head 3 does not divide --n_embd 256"):
         config(attention="self", n_head=3)
     longer = config(10 * CONTEXT, init_from=str(straight_run(base)))
@@ -208,7 +206,6 @@ def test_the_first_end_reached_counts():
 def test_user_errors(base, tmp_path, capsys):
     for options, message in (
         (["--batch_size", "100000"], "lower --batch_size"),
-        (["--segment_length", "8", "--n_segments", "8"], "exactly one of segment_length"),
         (["--layers", "0", "9"], "layers must name some of the 4 layers"),
     ):
         words = ["--data", prepared_data(base), "--use_cpu", "true", "--out", tmp_path / "o", *options]
@@ -223,7 +220,7 @@ def test_every_config_is_parsed_by_the_recipe():
         first_line = config.read_text(encoding="utf-8").splitlines()[0]
         assert first_line.startswith("# python recipes/train.py --config recipes/configs/" + config.name)
         _, shape, _ = parse_options(*OPTIONS, description="", argv=first_line.split()[3:])
-        assert shape.model == "causal_mha" or shape.segment_length or shape.n_segments
+        assert shape.model == "causal_mha" or shape.segment_length
 
 
 OPTIONS = (train.RunOptions, ModelOptions, train.OptimizerOptions)

@@ -100,7 +100,7 @@ def test_defaults_are_the_configurations_own(tokenizer):
 
 def test_options_that_do_not_go_together(tokenizer):
     for options, message in (
-        ({"n_segments": 4}, "--n_segments belongs to --attention infini and does nothing with --attention global"),
+        ({"segment_length": 4}, "--segment_length belongs to --attention infini and does nothing with --attention global"),
         ({"position_encoding": "segment"}, r"'position_encoding' expected one of \('learned', .*\), got segment"),
         ({"model": "gpt2", "attention": "self", "segment_length": 8}, "belongs to --attention infini .* self: leave it"),
         ({"model": "gpt2", "attention": "self", "position_encoding": "rope"}, "rope, but GPT-2's .* --model causal_mha"),
