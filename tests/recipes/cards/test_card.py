@@ -126,7 +126,8 @@ def test_what_depends_on_the_model():
     assert "tokens.\n- What lies" not in infini and "have at most" not in infini
     rows = dict(row for row in cells(infini) if len(row) == 2)
     assert rows["`segment_length`"] == "5" and rows["`layers`"] == "[0, 2]" and rows["`update_rule`"] == "delta"
-    assert "`layers`" not in plain and "`update_rule`" not in plain  # no options of that model
+    assert "`update_rule`" not in plain  # no option of that model
+    assert "`layers`" not in write_card(run_of(INFINI | {"layers": None}), about(), [SAMPLE])
     assert rows["Steps"] == "1,212 of 128 rows" and rows["Seed"] == "5" and "Gates at the end, sigmoid(gate)" not in rows
     result = RESULT | {"gates": {"0": [0.25, 0.75], "1": [0.5, 0.125]}, "peak_cuda_mib": 321.0}
     rows = dict(row for row in cells(write_card(run_of(INFINI, result=result), about(), [SAMPLE])) if len(row) == 2)
