@@ -164,7 +164,7 @@ class MemoryLayerMixin(nn.Module):
                 given: dict[str, Any] = {"rule": rule, "weighted": tokens.log_weight is not None}
                 before = InfiniState.initial(tokens.key, tokens.value, *layout.window_sizes, **given)
             if exchange is not None:
-                before = exchange.received_state(self.layer_idx, before, tokens, self.parameters())
+                before = exchange.received_state(self.layer_idx, before, tokens)
             wanted = {"return_state": cached is not None, "in_place": not torch.is_grad_enabled()}
             output, after, weights = attend(AttentionCall(tokens, self.gate(), layout, rule, options, before, **wanted))
             if exchange is not None:

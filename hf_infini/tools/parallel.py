@@ -13,7 +13,7 @@ before its shard as one call would.
 
 import copy
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -232,10 +232,8 @@ class ShardCache(InfiniCache):
         if different:
             raise ValueError(f"the ranks that share a row differ, listed by rank: {different}. Start all with the same.")
 
-    def received_state(
-        self, layer: int, state: InfiniState, tokens: Projections, parameters: Iterable[Tensor]
-    ) -> InfiniState:
-        """The state that these tokens of a layer, with these parameters, continue; `state`: the one that it knows of."""
+    def received_state(self, layer: int, state: InfiniState, tokens: Projections) -> InfiniState:
+        """The state that these tokens of a layer continue; `state`: the one that it knows of."""
 
         def as_after(window: Tensor, new: Tensor | None) -> Tensor:  # a call of such tokens
             return window if new is None else window.to(torch.promote_types(window.dtype, new.dtype))
@@ -243,7 +241,7 @@ class ShardCache(InfiniCache):
         state = state.map_windows(as_after, tokens._replace(score=None))
         state = state if self.layout_before is None else state.after(self.layout_before)
         own = _of_layer(state)
-        parts = self.received((layer, "state"), [*own.values()], *tokens, *parameters)
+        parts = self.received((layer, "state"), [*own.values()], *tokens)
         return replace(state, **dict(zip(own, parts, strict=True)))
 
     def passed_on_state(self, layer: int, output: Tensor, state: InfiniState) -> Tensor:
