@@ -31,10 +31,10 @@ FLOAT64 = 1e-9
 each_rule = pytest.mark.parametrize(("rule", "local_segments"), [("linear", 2), ("delta", 1), ("gated_delta", 0)])
 
 
-@pytest.fixture(params=[(1, 2, 0), (2**20, 128, 2**20)], ids=["smallest groups and tiles", "one group, states in groups"])
+@pytest.fixture(params=[(1, 0, 0), (2**20, 128, 2**20)], ids=["smallest groups", "one group, states in groups"])
 def sizes(request, monkeypatch):
     monkeypatch.setitem(hf_infini.ops.attention.GROUP_ELEMENTS, "cpu", request.param[0])
-    monkeypatch.setattr(hf_infini.ops.window, "TILE", request.param[1])
+    monkeypatch.setattr(hf_infini.ops.window, "FEW_QUERIES", request.param[1])
     monkeypatch.setitem(hf_infini.ops.rules.scan.GROUPED_STATE, "cpu", request.param[2])
 
 
@@ -142,7 +142,7 @@ def test_gradients_in_bfloat16(sizes, case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @examples(12)
 @given(st.data())
-def test_half_precision(dtype, data):
+def test_half_precision(sizes, dtype, data):
     """The local softmax and the output are rounded to the inputs' dtype; memory, normaliser and division are not."""
     case, cuts = data.draw(cut_cases(dtype))
     output, state = case.call(infini_attention, cuts=cuts)

@@ -14,7 +14,6 @@ import hf_infini.ops.window
 from cases import assert_same_gradients, cut_cases, examples, keeping_case, plain_case
 from hf_infini import infini_attention, naive_infini_attention
 from hf_infini.ops.rules import memory_rule
-from hf_infini.ops.window import ScoreOptions, window_attention
 
 # In float64 two orders of adding differ by about 1e-15 a step: what is left would be a mistake.
 FLOAT64 = 1e-9
@@ -51,19 +50,6 @@ def test_each_function_by_finite_differences(name):
     assert gradgradcheck(function, [make(*shape) for make, *shape in inputs])
 
 
-@pytest.mark.parametrize("width", [3, 6])
-def test_tiles_by_finite_differences(width, monkeypatch):
-    monkeypatch.setattr(hf_infini.ops.window, "TILE", 2)
-    monkeypatch.setattr(hf_infini.ops.window, "_tiles_are_faster", lambda *given: True)
-    torch.manual_seed(0)
-    mask = None if width == 3 else torch.ones(1, 1, 1, 3, 6, dtype=torch.bool).tril(3)
-
-    def attend(query, key, value):
-        return window_attention(query, key, value, mask, ScoreOptions(scaling=0.7))[0]
-
-    assert gradgradcheck(attend, [normal(1, 1, 1, 3, 2), normal(1, 1, 1, width, 2), normal(1, 1, 1, width, 2)])
-
-
 def gradients_of_gradients(case, function, cuts=()):
     """Every input's gradient of a function of all first gradients."""
     leaves = case.leaves()
@@ -75,13 +61,12 @@ def gradients_of_gradients(case, function, cuts=()):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 2), (2**20, 128)], ids=["smallest groups and tiles", "one group"])
+@pytest.mark.parametrize("elements", [1, 2**20], ids=["smallest groups", "one group"])
 @examples(30)
 @given(cut=cut_cases() | cut_cases(make=keeping_case))
-def test_the_whole_equals_the_naive_reference(sizes, monkeypatch, cut):
+def test_the_whole_equals_the_naive_reference(elements, monkeypatch, cut):
     """Whose every step autograd takes apart by itself: any options, padding, packing, calls cut anywhere."""
-    monkeypatch.setitem(hf_infini.ops.attention.GROUP_ELEMENTS, "cpu", sizes[0])
-    monkeypatch.setattr(hf_infini.ops.window, "TILE", sizes[1])
+    monkeypatch.setitem(hf_infini.ops.attention.GROUP_ELEMENTS, "cpu", elements)
     case, cuts = cut
     with sdpa_kernel(SDPBackend.MATH):
         gradients = gradients_of_gradients(case, infini_attention, cuts)
