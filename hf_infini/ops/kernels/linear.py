@@ -163,14 +163,13 @@ class Linear(Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, memory_query, memory_key, sink_key, sink_value, gate, *before_and_launcher):
-        *before, launcher = before_and_launcher
+    def forward(ctx, query, key, value, memory_query, memory_key, sink_key, sink_value, gate, memory, normaliser, launcher):
         (batch, heads, tokens, width), (_, kv_heads, _, value_width) = query.shape, value.shape
         new, layout = functools.partial(query.new_empty, dtype=torch.float32), launcher.layout
         states = new(batch, kv_heads, layout.segments + 1, width * value_width + width)
         wrote = torch.empty_like(states[:, :, :-1])
         launcher.launch("write", _rows(key if memory_key is None else memory_key), _rows(value), _rows(wrote))
-        launcher.launch("scan", _rows(wrote), _rows(states), tuple(before))
+        launcher.launch("scan", _rows(wrote), _rows(states), (memory, normaliser))
         del wrote
         turned_key = launcher.turned(key, 0, 0)
         make = torch.empty if layout.source is None else torch.zeros  # padding is zero
