@@ -71,7 +71,7 @@ class MemoryOptions(ConfigBase):
             `keep_score` stay visible to the softmax, between sinks and window, and all others are written into the memory.
         keep_score (`str`, *optional*, defaults to `"attention"`):
             Which tokens are kept: `"attention"`, those that received most of it while they were in the window, which fades
-            (a token that is `4 * kept_tokens` older must have received e times as much); `"learned"`, those with the largest
+            (a token that is `2 * kept_tokens` older must have received e times as much); `"learned"`, those with the largest
             w·x, with x the input of the layer's projections and a w for each key/value head that starts at zero (then the
             earliest are kept); or `"half"`, half of the places for each of the two.
         gate_init (`float`, *optional*, defaults to 0.0):

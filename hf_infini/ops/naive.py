@@ -94,7 +94,7 @@ def naive_infini_attention(
     return output, replace(state, **fields)
 
 
-FADE, LEAST = 4, torch.finfo(torch.float32).tiny  # see kept.py
+FADE, LEAST = 2, torch.finfo(torch.float32).tiny  # see kept.py
 # The fields of a state that differ from head to head
 OF_HEADS = ("memory", "normaliser", "local_key", "local_value", "local_log_weight", "local_score", "kept_position")
 
