@@ -28,8 +28,8 @@ from .state import InfiniState, Projections
 from .window import ScoreOptions, masked_scores
 
 # A token that is FADE times the kept tokens older must have received e times the attention. SmolLM2 with 252 tokens kept by
-# attention, nats from position 1,024 on in 3 rows of 8,192 training tokens, English and Portuguese: 3.854 and 3.735 with 0.5,
-# 3.845 and 3.718 with 1, 3.838 and 3.707 with 2, 3.845 and 3.714 with 4
+# attention, nats from position 1,024 on in 3 rows of 8,192 training tokens, English and Portuguese: 3.854 and 3.735 with
+# 0.5, 3.845 and 3.718 with 1, 3.838 and 3.707 with 2, 3.845 and 3.714 with 4
 FADE = 2
 LEAST = torch.finfo(torch.float32).tiny  # of attention, in the logarithm
 CHOICE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}  # rows times segments among which is chosen at a time
