@@ -177,12 +177,11 @@ def test_infini_is_the_naive_function(position, score, kept, rule, memory):
         query, key, value = module.project(hidden_states)
         softmax = module.score_options(shared)
         log_weight = module.log_weight(hidden_states)
-        start = module.start() | {"rule": module.rule, "weighted": log_weight is not None}
         options = {name: getattr(module.config, name) for name in ("update_rule", "feature_map")}
         options |= {name: getattr(softmax, name) for name in ("scaling", "rotary", "query_weight")}
         heads = naive_infini_attention(
             query, key, value, module.gate(), 4, local_segments=kept, sink_tokens=kept, log_weight=log_weight, **options,
-            state=InfiniState.initial(key, value, 4, kept, kept, **start),
+            state=InfiniState.initial(key, value, 4, kept, kept, rule=module.rule, weighted=log_weight is not None),
         )  # fmt: skip
         return module.out_proj(heads.transpose(1, 2).flatten(2))
 
