@@ -71,7 +71,7 @@ def test_what_is_saved_is_what_was_measured(four_bits, tmp_path):
     if four_bits:
         pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
     (data, given), out = begun(tmp_path), tmp_path / "out"
-    given += ["--report_to", "tensorboard", "--out", out, *(["--four_bits"] if four_bits else [])]
+    given += ["--steps", 8, "--report_to", "tensorboard", "--out", out, *(["--four_bits"] if four_bits else [])]
     printed = run_recipe("finetune_lora", *given).stdout
     found = contestants(out, data)
     assert len(found) == 6 and "| kept, after, 64" in printed and found["plain, after"]["beyond_count"] == 64
@@ -95,4 +95,4 @@ def test_what_is_saved_is_what_was_measured(four_bits, tmp_path):
     exact = load_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), out)
     for head, value in enumerate(gate_values(exact)["3"]):
         sent = [event.value for event in reader.Scalars(f"train/gates/layer_3_head_{head}")]
-        assert len(sent) >= 4 and len({*sent}) > 1 and sent[-1] == pytest.approx(value, abs=2e-5)
+        assert len(sent) >= 4 and len({*sent}) > 2 and sent[-1] == pytest.approx(value, abs=2e-5)
