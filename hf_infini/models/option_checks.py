@@ -50,7 +50,8 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
             return cls.own_class.from_dict(config_dict, **kwargs)
         options = (cls.__dataclass_fields__.keys() | cls.attribute_map.keys()) - PreTrainedConfig.__dataclass_fields__.keys()
         given = {name: kwargs.pop(name) for name in options & kwargs.keys()}
-        values = {name: value for name, value in config_dict.items() if name != "model_type"} | given
+        replaced = {"model_type", "n_segments"} if "segment_length" in given else {"model_type"}
+        values = {name: value for name, value in config_dict.items() if name not in replaced} | given
         found = super().from_dict(values, **kwargs)
         if kind == cls.own_class.model_type:  # its model compares the layers once they are loaded
             (found[0] if isinstance(found, tuple) else found).__dict__["_from_other_type"] = True
@@ -63,9 +64,9 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
 
     def __post_init__(self, **kwargs):
         """Checks numbers before anything is computed of them."""
-        segments = kwargs.pop("n_segments", None)  # in files of earlier versions: segments in so many positions
-        if segments is not None and self.segment_length is None:
-            self.segment_length = self.max_position_embeddings // segments
+        segments = kwargs.get("n_segments")  # files of earlier versions may have this in the place of the length
+        if segments and self.segment_length is None and self.max_position_embeddings % segments == 0:
+            self.segment_length = self.max_position_embeddings // kwargs.pop("n_segments")
         for entry in dataclasses.fields(self):
             check_number(entry.name, getattr(self, entry.name), entry.metadata)
         super().__post_init__(**without_removed(kwargs))
