@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .products import product
+
 EPS = 1e-6
 EXP_LIMIT = 30.0
 # Which scores of a token a choice of `keep_score` has; each has its share of the places (kept.py)
@@ -145,7 +147,8 @@ class MemoryRule:
         Returns:
             What was read, `[B, N, K, R, E]`.
         """
-        read, inverse = features @ memory, (features @ normaliser.unsqueeze(-1) + self.eps).reciprocal()
+        read = product(features, memory)
+        inverse = (product(features, normaliser.unsqueeze(-1)) + self.eps).reciprocal()
         return read * inverse if read.requires_grad else read.mul_(inverse)
 
     def mix(self, local: Tensor, query: Tensor, state: State, gate: Tensor, filled: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from .kept import Kept, keep_best
 from .layout.base import Layout, last_position, pad
 from .memory import KEEP_SCORES, MemoryRule
+from .products import are_few, product
 from .state import WINDOWS, Attended, AttentionCall, InfiniState
 from .window import ScoreOptions, masked_scores, softmax_weights
 
@@ -213,11 +214,11 @@ def attend_step(call: AttentionCall) -> Attended:
             _add_received(scores, grouped, seen_keys, layout, softmax)
         state = replace(state, local_score=scores)
     weights = None
-    if softmax.written_out or softmax.softcap:
+    if softmax.written_out or softmax.softcap or are_few(grouped):
         weights = softmax_weights(grouped, seen_keys, layout.visible, softmax, values.dtype)
         if layout.real is not None:
             weights = weights.masked_fill(~layout.real[:, :, None, None], 0)
-        output = weights @ seen_values
+        output = product(weights, seen_values).to(values.dtype)
         weights = F.pad(weights, (0, layout.places - layout.seen.stop)).reshape(*query.shape[:3], -1)
     else:
         options = {"dropout_p": softmax.dropout, "scale": softmax.scaling}

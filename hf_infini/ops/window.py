@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .positions import rotate
+from .products import product
 
 # Of a segment. By torch's kernel and by plain operations, forward and backward in bfloat16 on one thread of a Xeon with AMX,
 # torch 2.13, windows of two segments: 20 and 3 ms for 64 segments of 16, 13 and 5 for 16 of 64, 84 and 104 for 8 of 256
@@ -121,9 +122,9 @@ def masked_scores(query: Tensor, key: Tensor, mask: Tensor | None, softmax: Scor
     given = torch.get_autocast_dtype(kind) if autocast else query.dtype
     if given == torch.float16:
         with torch.autocast(kind, enabled=False):
-            scores = query.float() @ key.float().transpose(-1, -2) * scaling
+            scores = product(query.float(), key.float().mT) * scaling
     else:
-        scores = query @ key.transpose(-1, -2) * scaling
+        scores = product(query, key.mT) * scaling
     if softmax.softcap:
         scores = (scores / softmax.softcap).tanh() * softmax.softcap
     if mask is not None:
