@@ -195,9 +195,10 @@ class MemoryLayerMixin(nn.Module):
 
 
 def infini_attention_function(
-    module, query, key, value, attention_mask, *, attend: Attend, scaling=None, dropout=0.0, softcap=None, **others
+    module, query, key, value, attention_mask, dropout=0.0, *, attend: Attend, scaling=None, softcap=None, **others
 ):
-    """The registered attention function: what `attend` gives, its output as `[batch, tokens, heads, head_dim]`."""
+    """The registered attention function: what `attend` gives, its output as `[batch, tokens, heads, head_dim]`. Libraries
+    that wrap all attention functions (kvpress) give the dropout by its place, which is that of transformers' own."""
     output, weights = attend(query, key, value, ScoreOptions(scaling, dropout, softcap=softcap))
     return output.transpose(1, 2), weights
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
@@ -21,6 +22,7 @@ from hf_infini import (
     patch_model,
     unpatch_model,
 )
+from hf_infini.layers.memory_layer import INTERFACE, infini_attention_function
 from models import gpt2, infini_gpt2, token_ids
 
 OPTIONS = {"segment_length": 8, "gate_init": 0.5}
@@ -142,3 +144,18 @@ def test_errors_name_what_is_supported():
     with pytest.raises(Exception, match="give segment_length"):
         patch_model(broken)
     assert type(broken) is GPT2LMHeadModel and type(broken.transformer.h[0].attn) is GPT2Attention
+
+
+def test_attention_functions_that_another_library_has_wrapped(monkeypatch):
+    """Kvpress wraps all that are registered when it is imported, and gives the dropout by its place."""
+    model, ids = patch_model(decoder("llama"), **OPTIONS).eval(), token_ids(1, 20)
+    wanted = model(input_ids=ids).logits
+
+    def wrapped(module, query, key, value, attention_mask, dropout, **others):
+        return infini_attention_function(module, query, key, value, attention_mask, dropout, **others)
+
+    def by_place(*args, dropout, **others):
+        return wrapped(*args, dropout, **others)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, INTERFACE, by_place)
+    assert torch.equal(model(input_ids=ids).logits, wanted)
