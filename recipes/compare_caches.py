@@ -10,7 +10,7 @@ each key/value head (--caches): sinks, kept tokens and window together.
 
 plain       the model as it is: its cache grows with the text;
 window      sinks, and a window of all other tokens;
-random      sinks, a window of up to 256 tokens, and tokens kept by chance;
+random      sinks, a window (--window, --segments), and tokens kept by chance;
 attention, learned, half
             the same, kept by that `keep_score`; the last two take the scores of --adapter, made by hf-infini fit.
 
@@ -55,6 +55,9 @@ class Options:
     attribute: bool = option(False, "Compare the parts of --model, which has a memory or gets one with --adapter.")
     caches: list[int] = option([512], "Tokens in the cache of each key/value head, several one after the other.",
                                at_least=16)  # fmt: skip
+    window: int = option(256, "Tokens of the window beside kept tokens; at most half of the cache is window.", at_least=1)
+    segments: int = option(2, "Segments of that window. More, and shorter ones: a query sees more of it, and reads slower.",
+                           at_least=1)  # fmt: skip
     data: str | None = option(None, "Folder made by recipes/prepare.py, whose held-out documents are read. Or --text.",
                               group="data")  # fmt: skip
     text: str | None = option(None, "Text file (one document), or JSON, CSV, parquet (one per row, field text). Or --data.")
@@ -112,7 +115,8 @@ def main(argv: list[str] | None = None) -> None:
         if model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        part = caches.with_part if options.attribute else functools.partial(caches.bounded, adapter=options.adapter)
+        own = {"adapter": options.adapter, "window": options.window, "segments": options.segments}
+        part = caches.with_part if options.attribute else functools.partial(caches.bounded, **own)
         with part(model, **cell):
             found = measure(inner, texts)
         inner.file.unlink(missing_ok=True)
@@ -135,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def check_options(options: Options) -> None:
     """UserError for options that do not go together."""
-    for name in ("ways", "caches") if options.attribute else ():
+    for name in ("ways", "caches", "window", "segments") if options.attribute else ():
         if getattr(options, name) != getattr(Options(model="", out=""), name):
             raise UserError(f"--attribute compares the parts of the model as it is: leave out --{name}")
     learned = [way for way in options.ways if way in ("learned", "half")]

@@ -23,21 +23,22 @@ from .perplexity import text_rows
 from .texts import generated_texts
 
 BOUNDED = ("window", "random", "attention", "learned", "half")  # of the others the model stays as it is
-SINKS, LARGEST_WINDOW, LONGEST_SEGMENT = 4, 256, 128
+SINKS, WINDOW, SEGMENTS, LONGEST_SEGMENT = 4, 256, 2, 128
 CLOSED = -1000.0  # a gate's logit: its sigmoid is 0
 
 
-def memory_options(way: str, cache: int) -> dict:
+def memory_options(way: str, cache: int, window: int = WINDOW, segments: int = SEGMENTS) -> dict:
     """Options of [`hf_infini.patch_model`] with which each key/value head holds `cache` tokens.
 
-    A window moves by whole segments, and with shorter ones a query sees more of it. So that of the way "window", which has
-    nothing else, has segments as long as those of the others at most.
+    A window moves by whole segments, and with shorter ones a query sees more of it. That beside kept tokens has so many
+    `segments`, and `window` tokens, at most half of the cache. That of the way "window", which has nothing else, has
+    segments of at most [`LONGEST_SEGMENT`].
     """
     options, room = {"sink_tokens": SINKS, "gate_init": CLOSED}, cache - SINKS
     if way == "window":
         return options | window_of(room, SINKS + 1, LONGEST_SEGMENT)
-    length = min(LARGEST_WINDOW, cache // 2) // 2
-    options |= {"segment_length": length, "local_segments": 1, "kept_tokens": room - 2 * length}
+    length = min(window, cache // 2) // segments
+    options |= {"segment_length": length, "local_segments": segments - 1, "kept_tokens": room - segments * length}
     return options | {"keep_score": "learned" if way == "random" else way}
 
 
@@ -49,7 +50,9 @@ def window_of(tokens: int, shortest: int, longest: int) -> dict:
 
 
 @contextlib.contextmanager
-def bounded(model, adapter: str | None, way: str, cache: int | None) -> Iterator[None]:
+def bounded(
+    model, adapter: str | None, way: str, cache: int | None, window: int = WINDOW, segments: int = SEGMENTS
+) -> Iterator[None]:
     """Within it, a plain model has the cache of a way; in the end it is the plain model again.
 
     Raises UserError where the model cannot have it, or the adapter's scores are of another model.
@@ -58,7 +61,7 @@ def bounded(model, adapter: str | None, way: str, cache: int | None) -> Iterator
         yield
         return
     try:
-        patch_model(model, **memory_options(way, cache))
+        patch_model(model, **memory_options(way, cache, window, segments))
     except ValueError as error:
         raise UserError(f"{way}, --caches {cache}: {error}") from error
     generator = torch.Generator().manual_seed(0)

@@ -82,15 +82,18 @@ def test_a_run_goes_on_after_the_last_finished_contestant(folder, tmp_path, monk
     assert not (tmp_path / "killed.cells.json").exists() and not (tmp_path / "killed.part.json").exists()
 
 
-@pytest.mark.parametrize("cache", (32, 256, 512, 1023, 1024, 2048))
+@pytest.mark.parametrize("window", ((), (512, 8)))
+@pytest.mark.parametrize("cache", (64, 256, 512, 1023, 1024, 2048))
 @pytest.mark.parametrize("way", caches.BOUNDED)
-def test_each_way_holds_as_many_tokens(way, cache):
-    options = caches.memory_options(way, cache)
+def test_each_way_holds_as_many_tokens(way, cache, window):
+    options = caches.memory_options(way, cache, *window)
     held = options["sink_tokens"] + options.get("kept_tokens", 0)
     held += (options["local_segments"] + 1) * options["segment_length"]
     # No length of a segment divides every window
     assert cache - (options["segment_length"] if way == "window" else 1) < held <= cache
     assert cache % 2 or held == cache
+    if window and way != "window":
+        assert (options["local_segments"], options["segment_length"]) == (7, min(512, cache // 2) // 8)
 
 
 def test_numbers_and_facts_are_counted_by_length(folder, tmp_path, monkeypatch):
