@@ -25,7 +25,7 @@ def number(default, **limits):
 
 
 def in_words(limits: Mapping) -> str:
-    """The [`LIMITS`] among these entries as a sentence has them: "at least 0 and below 1"."""
+    """The [`LIMITS`] among these entries in words: "at least 0 and below 1"."""
     return " and ".join(f"{name.replace('_', ' ')} {limits[name]}" for name in LIMITS if name in limits)
 
 
@@ -183,8 +183,7 @@ REMOVED = {"denominator": "separate", "memory_init": "zeros", "n_segments": None
 
 
 def without_removed(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a file that an earlier version wrote, without those that have gone; ValueError where one had a value that
-    nothing has the meaning of any more."""
+    """Options of a file, without those that have gone; ValueError where one had a value that means nothing any more."""
     for name, value in REMOVED.items():
         if options.get(name, value) != value:
             raise ValueError(f"{name}={options[name]!r} was an option of an earlier version and has gone: train without it.")

@@ -1,6 +1,5 @@
 """The configuration and the models with Infini-attention of every family of decoders, made when they are asked for:
-`families.InfiniLlamaModel` is `LlamaModel` with the mixins of base.py before it, and so on for all of its heads.
-"""
+`families.InfiniLlamaModel` is `LlamaModel` with the mixins of base.py before it, and so on for all of its heads."""
 
 import functools
 import inspect
@@ -72,10 +71,7 @@ class FamilyConfigMixin(InfiniConfigMixin):
 @functools.cache
 def infini_config(own: type[PreTrainedConfig]) -> type[FamilyConfigMixin] | type[InfiniGPT2Config]:
     """The configuration class of a family with Infini-attention; `own`: that of the family, or one derived from it.
-
-    Raises:
-        ValueError: the family is known not to go with it; the message says why.
-    """
+    ValueError where the family is known not to go with it."""
     if issubclass(own, GPT2Config):
         return InfiniGPT2Config
     reason = next((reason for reason, types in REFUSED.items() if own.model_type in types), None)

@@ -11,15 +11,13 @@ from ..layers.memory_layer import PARAMETERS, memory_layers
 
 
 def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
-    """The causal language model of a folder or Hub name, with all of its weights: none is random but those of a memory that
-    `options` add.
+    """The causal language model of a folder or Hub name. Its code is not run, unless `trust_remote_code=True` is given.
 
     Args:
-        path: where the model is. Its code is not run, unless `trust_remote_code=True` is given.
         options: those of `AutoModelForCausalLM.from_pretrained`, whose errors are raised, too.
 
     Raises:
-        ValueError: weights are missing.
+        ValueError: weights are missing, but for those of a memory that `options` add.
     """
     options = {"trust_remote_code": False, "output_loading_info": True} | options
     model, info = AutoModelForCausalLM.from_pretrained(path, **options)
@@ -31,10 +29,9 @@ def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
 
 
 def load_tokenizer(path: str | Path, model: PreTrainedModel | None = None, **options) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or Hub name.
+    """The tokenizer of a folder or Hub name. Its code is not run, unless `trust_remote_code=True` is given.
 
     Args:
-        path: where the tokenizer is. Its code is not run, unless `trust_remote_code=True` is given.
         model: that is to read its ids. If its configuration has a `tokenizer_sha256`, [`fingerprint`] must give the same.
         options: those of `AutoTokenizer.from_pretrained`, whose errors are raised, too.
 

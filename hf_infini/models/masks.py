@@ -13,11 +13,7 @@ from ..options import layer_kinds
 
 
 def kept_layers_masks(
-    config,
-    layout: Layout,
-    cache: InfiniCache | None,
-    dtype: torch.dtype,
-    written_out: bool = False,
+    config, layout: Layout, cache: InfiniCache | None, dtype: torch.dtype, written_out: bool
 ) -> dict[str, Tensor | None]:
     """The masks of the layers without a memory, by the type of layer: `[batch or 1, 1, tokens, keys]`, in the form that the
     model's attention implementation takes (of `dtype`, if they are added to scores); `None` where the kernel's own causal

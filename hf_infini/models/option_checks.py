@@ -14,8 +14,7 @@ from ..options import MemoryOptions, check_number, without_removed
 
 
 def checked(config_class: type) -> type:
-    """Decorator of a configuration: checks types and runs its validators, as transformers' own do, and raises what they find
-    as a ValueError of one line."""
+    """Decorator of a configuration: what its types and validators refuse is a ValueError of one line."""
     config_class = strict(config_class)
     init = config_class.__init__
 
@@ -40,11 +39,7 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
         """As usual, but options in `kwargs` count before the check. A plain model's configuration stays one where no
-        `segment_length` is given: PEFT asks the class of a patched model for the vocabulary of its checkpoint.
-
-        Raises:
-            ValueError: a value that cannot be.
-        """
+        `segment_length` is given: PEFT asks the class of a patched model for the vocabulary of its checkpoint."""
         kind = config_dict.get("model_type", cls.model_type)
         if kind == cls.own_class.model_type and "segment_length" not in kwargs:
             return cls.own_class.from_dict(config_dict, **kwargs)

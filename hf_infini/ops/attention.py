@@ -2,10 +2,9 @@
 
     A = sigmoid(β) A_mem + (1 − sigmoid(β)) A_dot
 
-[`infini_attention`] makes the layout of a call and passes it to [`attend`], which the models call: the one seam where fused
-kernels can take the place of plain torch. There a call of one token is in step.py. All others process the grid of segments
-group by group, and pass the state from group to group. The size of a group is chosen so that intermediate results fit into
-the cache (CPU), or so that there are few kernel launches (GPU).
+[`infini_attention`] makes the layout of a call and passes it to [`attend`], which the models call, and where fused kernels
+can take the place of plain torch. A call of one token is in step.py. All others process the grid of segments in groups, of
+which the intermediate results fit into the cache (CPU), or which need few kernel launches (GPU).
 
 Shapes: the grid of the layout, `[B, S, C, H, D]`, is cut into groups `[B, N, H, C, D]` of `N` segments, heads before tokens,
 so that every product is one of contiguous matrices. `W` slots in a segment's window.
@@ -197,8 +196,7 @@ def _group_size(layout: GridLayout, key: Tensor) -> int:
     """Segments that are worked on at a time: all in a graph, for the compiler keeps intermediate results small."""
     fits = layout.segments
     if not torch.compiler.is_compiling():
-        elements = key[:, :, :1].numel() * layout.slots
-        fits = GROUP_ELEMENTS.get(key.device.type, GROUP_ELEMENTS["cuda"]) // elements
+        fits = GROUP_ELEMENTS.get(key.device.type, GROUP_ELEMENTS["cuda"]) // (key[:, :, :1].numel() * layout.slots)
     if layout.kept_tokens:
         fits = min(fits, choosable_segments(layout, key))
     return max(1, fits)
@@ -213,11 +211,7 @@ def _weights_per_token(weights: Tensor, layout: GridLayout) -> Tensor:
 
 def choose(call: AttentionCall) -> tuple[Callable[[AttentionCall], Attended], str]:
     """What computes the call, the first of [`BACKENDS`] that fits, or the one whose name is forced; and what each says of it
-    up to that one.
-
-    Raises:
-        ValueError: a backend is forced that does not fit, or that there is not.
-    """
+    up to that one. ValueError where a backend is forced that does not fit, or that there is not."""
     forced, reasons = _forced[-1] if _forced else None, []
     for name, (fits, run) in BACKENDS.items():
         if forced in (None, name):
@@ -234,8 +228,7 @@ _forced: list[str | Callable[[AttentionCall], Attended]] = []
 
 @contextlib.contextmanager
 def forced_backend(backend: str | Callable[[AttentionCall], Attended]) -> Iterator[None]:
-    """Within it, calls are computed by the backend of this name, or raise a ValueError that says why they cannot; or by this
-    function."""
+    """Within it, calls are computed by this function, or by the backend of this name; ValueError where it does not fit."""
     _forced.append(backend)
     try:
         yield

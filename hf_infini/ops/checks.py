@@ -102,9 +102,7 @@ def check_window(
         )
     places = places_of(segment_length, local_segments, sink_tokens, kept_tokens)
     if rotary is not None and any(len(table) != places for table in rotary):
-        raise ValueError(
-            f"rotary has {len(rotary[0])} places, and a window of these segments and sinks has {places}."
-        )
+        raise ValueError(f"rotary has {len(rotary[0])} places, and a window of these segments and sinks has {places}.")
 
 
 def check_shapes(

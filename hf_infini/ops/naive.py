@@ -106,8 +106,7 @@ def _widen(tensor: Any, state: InfiniState) -> Any:
 
 @dataclass
 class _Token:
-    """A token, for one key/value head: its key, value, log weight (`None`: 0) and scores (of attention a sum over the
-    queries); its number in the document; whether the memory skips it."""
+    """A token, for one key/value head; of a `score` by attention the sum over the queries; `number`: in the document."""
 
     key: Tensor
     value: Tensor

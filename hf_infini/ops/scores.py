@@ -30,12 +30,8 @@ def general_scores(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
     return query @ weight @ key.mT
 
 
-def additive_scores(
-    query: Tensor, key: Tensor, weight: Tensor, vector: Tensor, added_key: Tensor | None = None
-) -> Tensor:
-    """vᵀ tanh(W[q; k]) with a matrix and a vector for each head.
-
-    Needs memory for `B · H · Q · K · A` numbers: it is no product of queries and keys, so no fused kernel computes it.
+def additive_scores(query: Tensor, key: Tensor, weight: Tensor, vector: Tensor, added_key: Tensor | None = None) -> Tensor:
+    """vᵀ tanh(W[q; k]) with a matrix and a vector for each head. Needs memory for `B · H · Q · K · A` numbers.
 
     Args:
         weight: `[H, A, 2D]`, its first half for the query; vector: `[H, A]`.
@@ -56,11 +52,8 @@ def visible_softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def as_dot_product(score: str, query: Tensor, weight: Tensor | None) -> tuple[Tensor, float]:
-    """The query and the factor with which a score is `factor · queryᵀ key`: what fused kernels take.
-
-    Args:
-        score: `"scaled_dot"`, `"dot"` or `"general"` (whose weight is `[H, D, D]`).
-    """
+    """The query and the factor with which a score, `"scaled_dot"`, `"dot"` or `"general"` (with its weight `[H, D, D]`), is
+    `factor · queryᵀ key`: what fused kernels take."""
     if score == "general":
         if weight is None:
             raise ValueError("score='general' needs its weight, [heads, head_dim, head_dim].")

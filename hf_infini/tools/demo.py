@@ -17,12 +17,7 @@ LENGTHS = (8_192, 131_072, 1_048_576)
 
 
 class Demo:
-    """What the page does, for one reader of one model at a time.
-
-    Args:
-        model, tokenizer: as of [`Reader`].
-        max_new_tokens: of an answer.
-    """
+    """What the page does, for one [`Reader`] at a time."""
 
     def __init__(self, model: Any, tokenizer: Any, max_new_tokens: int = 300):
         self.model, self.tokenizer, self.max_new_tokens = model, tokenizer, max_new_tokens

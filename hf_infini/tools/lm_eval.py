@@ -2,9 +2,9 @@
 
     python -m hf_infini.tools.lm_eval --model hf_infini --model_args pretrained=runs/infini --tasks lambada_openai
 
-lm-eval finds only models that are registered in its process, not those of other installed packages, so
-`lm_eval --model hf_infini` would not find this one. This command registers it and passes all arguments to lm-eval's
-command. In Python, `import hf_infini.tools.lm_eval` comes before `lm_eval.simple_evaluate(model="hf_infini", …)`.
+`lm_eval --model hf_infini` would find only models that are registered in its process. This command registers this one and
+passes all arguments on. In Python, `import hf_infini.tools.lm_eval` comes before `lm_eval.simple_evaluate(model="hf_infini",
+…)`.
 """
 
 import logging
@@ -26,10 +26,8 @@ UNLIMITED = 2**31 - 1  # tokens; lm-eval reckons with an integer, and writes it 
 
 @register_model("hf_infini")
 class InfiniLM(HFLM):
-    """lm-eval's `hf`, with the contexts that the model really reads, and in bounded memory.
-
-    Texts are read in chunks through the model's cache, and logits are made only where a continuation is predicted; their
-    softmax is computed in float32.
+    """lm-eval's `hf`, with the contexts that the model really reads, and in bounded memory: texts are read in chunks through
+    the model's cache, and logits are made only where a continuation is predicted; their softmax is in float32.
 
     Args:
         pretrained: a model's folder or its name on the Hub; or a model.

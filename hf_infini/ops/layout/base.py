@@ -5,9 +5,8 @@ forward, and the layers share it; they see one interface, [`Layout`].
 
 The *grid* of a row is its list of segments in order, each with `slots` places. Tokens fill the slots of a segment from the
 first on, so a causal mask inside the segment is all that padding needs. A call that continues a state begins its grid with
-the segments of the window: [`GridLayout`]. Where rows agree and hold one document each, tokens come there by a reshape; with
-padding, packed documents and rows of different lengths, by a gather. One more token for every row needs no grid:
-[`StepLayout`] in ops/step.py.
+the segments of the window. Where rows agree and hold one document each, tokens come there by a reshape; otherwise by a
+gather. One more token for every row needs no grid: [`StepLayout`] in ops/step.py.
 """
 
 import functools
@@ -32,8 +31,7 @@ def gather(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def pad(tensor: Tensor, widths: Sequence[int]) -> Tensor:
-    """`torch.nn.functional.pad` with zeros. Booleans are padded as numbers: for booleans that are compared and padded,
-    torch.compile generates invalid C++ on AVX2."""
+    """`F.pad` with zeros. Booleans are padded as numbers: of compared and padded ones torch.compile makes invalid C++."""
     return F.pad(tensor.to(torch.uint8), widths).to(torch.bool) if tensor.dtype == torch.bool else F.pad(tensor, widths)
 
 
@@ -46,8 +44,7 @@ class Layout:
         positions: `[batch or 1, tokens]`, number of each token within its document.
         tokens_seen, last_position, memory_tokens: `[batch]` after this call, as in [`InfiniState`].
         real, restart: `[batch, tokens]` bool, which tokens are no padding, and which begin a document; `None`: all, none.
-        next_skipped: `[batch, places]` bool, which tokens of the next state's window `memory_mask` keeps out of the
-            memory; `None`: none.
+        next_skipped: `local_skipped` of the next state.
     """
 
     segment_length: int
@@ -94,8 +91,7 @@ class GridLayout(Layout):
     counted in the grid *delayed* by so many.
 
     Attributes:
-        batch, tokens: of the call.
-        segments: segments in the grid; slots: places in each (L, or fewer where no segment has more tokens).
+        segments: in the grid; slots: places in each (L, or fewer where no segment has more tokens).
         carried: tokens of the state's window that the grid begins with, those right before its place `carried_to`: where
             `source` is `None` the count that every row has, otherwise all slots (0 without a state). Sinks are in the grid
             only as tokens of their segment.
@@ -159,13 +155,11 @@ class GridLayout(Layout):
         return rows[:, self.carried : self.carried + self.tokens].transpose(1, 2)
 
     def next_window(self, new: Tensor, window: Tensor) -> Tensor:
-        """The window of the next state from this call's tokens and the state's window, both `[batch, heads, …, dim]`; what
-        is kept is put into it later."""
+        """The next state's window, but for what is kept, of the call's tokens and the window, `[batch, heads, …, dim]`."""
         return self._rows(new, window, self.window).transpose(1, 2).contiguous()
 
     def sinks(self, new: Tensor, window: Tensor) -> Tensor:
-        """The sinks that segments see whose window is beyond them, `[batch, segments or 1, S, heads, dim]`; arguments as of
-        `next_window`."""
+        """The sinks that segments see, `[batch, segments or 1, S, heads, dim]`; arguments as of `next_window`."""
         return self._rows(new, window, self.sink_rows)
 
     def _rows(self, new: Tensor, window: Tensor, index: Tensor) -> Tensor:
@@ -218,13 +212,13 @@ class GridLayout(Layout):
         return torch.cat([left.expand(*mask.shape[:-1], self.sink_tokens), mask], -1).unsqueeze(2)
 
     def delay(self, grid: Tensor) -> Tensor:
-        """The grid as the memory takes it in: `w` segments later, so that a read finds all segments before its window."""
+        """The grid as the memory takes it in: `w` segments later."""
         widths = (0, 0) * (grid.dim() - 2) + (self.local_segments, 0)
         return pad(grid, widths)[:, : self.segments] if self.local_segments else grid
 
     def delayed_numbers(self, begin: int, end: int) -> Tensor:
-        """`[batch or 1, segments, slots]`: the numbers, in their document, of the tokens of the delayed segments `begin …
-        end`; those of documents that have ended mean nothing."""
+        """`[batch or 1, segments, slots]`: the tokens' numbers in their document, in the delayed segments `begin … end`;
+        those of documents that have ended mean nothing."""
         segments = torch.arange(begin, end, device=self.tokens_seen.device) - self.local_segments
         slots = torch.arange(self.slots, device=segments.device)
         return (segments - self.document[:, begin:end]).unsqueeze(-1) * self.segment_length + slots
@@ -241,9 +235,7 @@ class GridLayout(Layout):
         return reading[:, 1:] == reading[:, :-1] if self.packed else None
 
 
-def last_position(
-    tokens: int, real: Tensor | None, position_ids: Tensor | None, before: Tensor
-) -> Tensor:
+def last_position(tokens: int, real: Tensor | None, position_ids: Tensor | None, before: Tensor) -> Tensor:
     """[`Layout.last_position`], `[batch]`, of so many tokens; `before`: that before them."""
     if position_ids is None:
         return before + (tokens if real is None else real.sum(1))
