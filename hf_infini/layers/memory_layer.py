@@ -43,22 +43,13 @@ Attend = Callable[[Tensor, Tensor, Tensor, ScoreOptions], tuple[Tensor, Tensor |
 
 
 class SharedInputs(NamedTuple):
-    """What the layers of one call of a model share.
+    """What the layers of one call of a model share."""
 
-    Attributes:
-        layout: [`segment_layout`] of the tokens; `None`: all are in one window, from its second place on, and there is no
-            memory.
-        cache: the layers' own for this call ([`InfiniCache.for_call`]), or `None`.
-        rotary: the tables of a window's places, by the type of layer (`None`: one for all); empty without rotary positions.
-        return_weights: whether the layers return their local weights.
-        exchange: gives the layers what other processes have read before this one (context parallelism); `None`: nobody has.
-    """
-
-    layout: Any
-    cache: Cache | None
-    rotary: dict[str | None, tuple[Tensor, ...]]
-    return_weights: bool = False
-    exchange: Any = None
+    layout: Any  # [`segment_layout`]; `None`: all are in one window, from its second place on, and there is no memory
+    cache: Cache | None  # [`InfiniCache.for_call`]
+    rotary: dict[str | None, tuple[Tensor, ...]]  # tables of a window's places, by the type of layer (`None`: one for all)
+    return_weights: bool = False  # whether the layers return their local weights
+    exchange: Any = None  # gives the layers what other processes have read before this one (context parallelism)
 
 
 class Gate(nn.Module):

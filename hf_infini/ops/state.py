@@ -18,20 +18,13 @@ WINDOWS = ("local_key", "local_value", "local_log_weight", "local_score")
 
 
 class Projections(NamedTuple):
-    """What attention is computed from; not rotated: [`ScoreOptions`] says how the window is.
+    """What attention is computed from; not rotated: [`ScoreOptions`] says how the window is."""
 
-    Attributes:
-        query: `[batch, heads, tokens, head_dim]`; key: `[batch, kv_heads, tokens, head_dim]`; value: `[batch, kv_heads,
-            tokens, value_dim]`.
-        log_weight: `[batch, kv_heads, tokens, rates]`, logarithms of the update rule's rates of each token; `None`: zeros.
-        score: `[batch, kv_heads, tokens, scores]`, float32 or wider, what decides which tokens are kept; `None` without any.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    log_weight: Tensor | None = None
-    score: Tensor | None = None
+    query: Tensor  # `[batch, heads, tokens, head_dim]`
+    key: Tensor  # `[batch, kv_heads, tokens, head_dim]`
+    value: Tensor  # `[batch, kv_heads, tokens, value_dim]`
+    log_weight: Tensor | None = None  # `[batch, kv_heads, tokens, rates]`, logs of the update rule's rates; `None`: zeros
+    score: Tensor | None = None  # `[batch, kv_heads, tokens, scores]`, float32 or wider: which tokens are kept
 
 
 @dataclass(frozen=True)
@@ -176,24 +169,16 @@ class InfiniState:
 
 
 class AttentionCall(NamedTuple):
-    """What [`attend`] computes: [`infini_attention`] on a layout that is already made.
+    """What [`attend`] computes: [`infini_attention`] on a layout that is already made."""
 
-    Attributes:
-        tokens: with the `learned_score` for the score.
-        layout: [`segment_layout`] of the tokens.
-        state: that they continue.
-        return_state: whether the state after them is wanted.
-        in_place: a single token may overwrite the given state.
-    """
-
-    tokens: Projections
+    tokens: Projections  # with the `learned_score` for the score
     gate: Tensor
-    layout: Any  # a StepLayout or a GridLayout, as `fits` has found
+    layout: Any  # [`segment_layout`] of the tokens: a StepLayout or a GridLayout, as `fits` has found
     rule: MemoryRule
     softmax: ScoreOptions
-    state: InfiniState
+    state: InfiniState  # that the tokens continue
     return_state: bool = False
-    in_place: bool = False
+    in_place: bool = False  # a single token may overwrite the given state
 
 
 # What [`attend`] returns: the output; the state, and the local weights, which may be `None` where they are not asked for

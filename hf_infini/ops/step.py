@@ -21,19 +21,12 @@ from .window import ScoreOptions, masked_scores, softmax_weights
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentBorder(Layout):
-    """What leaves the window of the rows that complete a segment.
+    """What leaves the window of the rows that complete a segment."""
 
-    Attributes:
-        completing: `[batch]` bool, whether the row's segment is complete; `None`: no row's.
-        complete_rows: the numbers of those rows; `None`: not known.
-        oldest_numbers: `[batch, L]`, the numbers in their document of the tokens of the window's oldest segment.
-        taken_in: `[batch, L]` bool, which of them leave it now: the memory takes them in, but for kept tokens.
-    """
-
-    completing: Any
-    complete_rows: Tensor | None
-    oldest_numbers: Any = None
-    taken_in: Any = None
+    completing: Any  # `[batch]` bool, whether the row's segment is complete; `None`: no row's
+    complete_rows: Tensor | None  # the numbers of those rows; `None`: not known
+    oldest_numbers: Any = None  # `[batch, L]`, the numbers in their document of the tokens of the window's oldest segment
+    taken_in: Any = None  # `[batch, L]` bool, which of them leave it now: the memory takes them in, but for kept tokens
 
     def oldest(self, window: Tensor) -> Tensor:
         """The oldest segment of the window, `[batch, heads, L, dim]`."""
@@ -89,25 +82,16 @@ def segment_border(
 @dataclass(frozen=True, kw_only=True)
 class StepLayout(SegmentBorder):
     """Where the one new token of each row goes. Only tensors tell one step from another, so that one graph of torch.compile
-    does for all. Outside of a graph, `seen` and what is `None` say what need not be computed.
+    does for all. Outside of a graph, `seen` and what is `None` say what need not be computed."""
 
-    Attributes:
-        rows: `[batch]`, their numbers; slot: `[batch]`, the place of the row's token in its window.
-        sink: `[batch]`, the place that the token also takes among the sinks, or its slot; `None`: none is a sink.
-        seen: the part of the window that any row sees.
-        visible: `[batch, 1, 1, places of it]` bool, what each row sees of it; unkept: without kept tokens; `None`: the same.
-        turned: as what places its keys are turned, `[batch, places of it]`: sinks come right before what is kept; or `seen`.
-        filled: `[batch, 1, 1, 1, 1]` bool, whether the memory holds any token of the row's document.
-    """
-
-    rows: Tensor
-    slot: Tensor
-    sink: Tensor | None
-    seen: slice
-    visible: Tensor
-    unkept: Tensor | None
-    turned: slice | Tensor
-    filled: Tensor
+    rows: Tensor  # `[batch]`, their numbers
+    slot: Tensor  # `[batch]`, the place of the row's token in its window
+    sink: Tensor | None  # `[batch]`, the place that it also takes among the sinks, or its slot; `None`: none is a sink
+    seen: slice  # the part of the window that any row sees
+    visible: Tensor  # `[batch, 1, 1, places of it]` bool, what each row sees of it
+    unkept: Tensor | None  # the same without kept tokens; `None`: the same
+    turned: slice | Tensor  # as what places its keys are turned, `[batch, places of it]`, or `seen`
+    filled: Tensor  # `[batch, 1, 1, 1, 1]` bool, whether the memory holds any token of the row's document
 
     def put(self, window: Tensor, new: Tensor, in_place: bool = False) -> Tensor:
         """The window, `[batch, heads, places, dim]`, with the new tokens `[batch, heads, 1, dim]` in their slots;

@@ -23,26 +23,17 @@ FEW_QUERIES = 128
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """How the softmax of a window is computed.
+    """How the softmax of a window is computed."""
 
-    Attributes:
-        scaling: factor of the dot products; `None`: `head_dim ** -0.5`.
-        dropout: probability with which a weight is dropped.
-        written_out: by plain operations instead of a fused kernel.
-        softcap: scores s become `softcap · tanh(s / softcap)` (Gemma 2), and are then written out; `None`: they stay.
-        rotary: tables `[places, …]`, such as the [`rotation`] of the places' numbers: the token in place p of the window is
-            turned as one in position p of a text, for only distances count. `None`: nothing is turned.
-        turn: function of states `[…, tokens, head_dim]` and the rows of the tables for these tokens, which broadcast.
-        query_weight: `[heads, head_dim, head_dim]`, what turned queries are multiplied by; `None`: nothing.
-    """
-
-    scaling: float | None = None
-    dropout: float = 0.0
-    written_out: bool = False
-    softcap: float | None = None
+    scaling: float | None = None  # factor of the dot products; `None`: `head_dim ** -0.5`
+    dropout: float = 0.0  # probability with which a weight is dropped
+    written_out: bool = False  # by plain operations instead of a fused kernel
+    softcap: float | None = None  # scores s become `softcap · tanh(s / softcap)` (Gemma 2), and are then written out
+    # Tables `[places, …]`, such as the [`rotation`] of the places' numbers: the token in place p of the window is turned as
+    # one in position p of a text, for only distances count
     rotary: tuple[Tensor, ...] | None = None
-    turn: Callable[..., Tensor] = rotate
-    query_weight: Tensor | None = None
+    turn: Callable[..., Tensor] = rotate  # of states `[…, tokens, head_dim]` and their rows of the tables, which broadcast
+    query_weight: Tensor | None = None  # `[heads, head_dim, head_dim]`, what turned queries are multiplied by
 
     def compared_keys(self, key: Tensor, places: slice | Tensor) -> Tensor:
         """Keys `[…, tokens, head_dim]` of these places of the window, as they are compared with queries; or `[batch, heads,
