@@ -78,12 +78,8 @@ class HubConfigMixin(HubCodeMixin, ConfigBase):
 def carry_code(code_entry: str, **classes: type[HubCodeMixin]) -> None:
     """Has the classes of a model type found again, and adds the models' names to transformers' tables of model types, by
     which `Trainer` knows what a class is for. `transformers serve` looks for a class among the attributes of transformers,
-    of which there may be two modules: what they share is their type.
-
-    Args:
-        code_entry: the module, such as "models.families", from which all of these classes can be imported.
-        classes: by the name of the Auto class that loads them.
-    """
+    of which there may be two modules: what they share is their type. `code_entry`: the module, such as "models.families",
+    from which all can be imported; `classes`: by the name of the Auto class that loads them."""
     for auto_class, cls in classes.items():
         known: Any = cls
         model_type = known.config_class.model_type if issubclass(cls, PreTrainedModel) else known.model_type

@@ -28,6 +28,7 @@ from ..ops.memory import KEEP_SCORES, MemoryRule
 from ..ops.rules import RULES
 from ..ops.state import AttentionCall, InfiniState, Projections
 from ..ops.window import ScoreOptions, window_attention
+from ..options import key_heads
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
 PARAMETERS = ("gate", "memory_conv", "memory_write")
@@ -89,11 +90,7 @@ class MemoryLayerMixin(nn.Module):
 
     @property
     def rule(self) -> MemoryRule:
-        return self._rule.of(self.options)
-
-    @property
-    def _rule(self) -> type[MemoryRule]:
-        return RULES[self.options.update_rule]
+        return RULES[self.options.update_rule].of(self.options)
 
     def first_values(self, width: int) -> dict[str, Tensor]:
         """The first value of each parameter beside the gate, by its name; `width`: of the layer's input."""
@@ -105,8 +102,7 @@ class MemoryLayerMixin(nn.Module):
             values["memory_write"] = torch.zeros(heads, width)
         if config.kept_tokens and "learned" in KEEP_SCORES[config.keep_score]:
             values["keep_weight"] = torch.zeros(heads, width)
-        values |= self._rule.parameters(heads, width)
-        return values
+        return values | self.rule.parameters(heads, width)
 
     def add_memory_parameters(self, width: int, **options) -> None:
         """Makes the parameters, uninitialised. `width`: of the layer's input; options: their `device` and `dtype`."""
@@ -168,8 +164,8 @@ class MemoryLayerMixin(nn.Module):
     def log_weight(self, hidden_states: Tensor) -> Tensor | None:
         """The logarithms of what each token weighs in the memory, or of the update rule's rates, `[batch, heads, tokens,
         rates]`; `None`: all weigh 1."""
-        if own := {name: getattr(self, name) for name in self._rule.parameters(1, 1)}:
-            return self._rule.log_rates(hidden_states, **own)
+        if own := {name: getattr(self, name) for name in self.rule.parameters(1, 1)}:
+            return self.rule.log_rates(hidden_states, **own)
         if self.options.memory_write == "equal":
             return None
         return F.linear(hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)
@@ -204,10 +200,9 @@ class InfiniAttentionMixin(MemoryLayerMixin):
     def swap_in(self, config, tables: dict[str | None, tuple[Tensor, ...]], dtype: torch.dtype) -> None:
         """Gives the layer its memory, by the model's configuration and [`InfiniModelMixin.rotary_tables`]; `dtype`: where
         the layer's weights are quantized."""
-        self.options, self.config, heads = config, copy.copy(config), config.num_attention_heads
+        self.options, self.config = config, copy.copy(config)
         self.config._attn_implementation = INTERFACE  # by which the own forward chooses its attention function
-        width = getattr(self, "head_dim", None) or getattr(self, "head_size", None) or config.hidden_size // heads
-        self.head_counts = heads, getattr(config, "num_key_value_heads", None) or heads, width
+        self.head_counts = config.num_attention_heads, *key_heads(config)
         self.rotary_type = None if None in tables or not tables else config.layer_types[self.layer_idx]
         weights = (weight.dtype for weight in self.parameters() if weight.dim() > 1 and weight.is_floating_point())
         options = {"device": device_of(self), "dtype": next(weights, dtype)}

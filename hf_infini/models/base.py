@@ -221,13 +221,9 @@ def begin_call(
     model, ids, given: Tensor, rotary: dict, cache, use_cache: bool | None, output_attentions: bool | None, **masks
 ) -> tuple[SharedInputs, InfiniCache | None, bool]:
     """What the layers of a model's call share; the call's cache; and whether it is among the outputs. ValueError where cache
-    or mask do not go on from what was read.
-
-    Args:
-        ids: of the tokens, or `None`; given: these, or the embeddings `[batch, tokens, width]`.
-        use_cache, output_attentions: `None`: as the configuration says, but no cache in training.
-        masks: as [`segment_layout`] takes them, but the attention mask may also cover the past.
-    """
+    or mask do not go on from what was read. `given`: the ids, or the embeddings `[batch, tokens, width]`; `use_cache`,
+    `output_attentions`: `None` is as the configuration says, but no cache in training; `masks`: as [`segment_layout`] takes
+    them, but the attention mask may also cover the past."""
     batch, tokens = given.shape[:2]
     if use_cache is None:
         use_cache = model.config.use_cache and not model.training

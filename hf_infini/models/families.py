@@ -31,15 +31,11 @@ REFUSED = {
     "some of its layers are linear attention": ("minimax",),
     "it normalises queries and keys after their rotation": ("hunyuan_v1_dense", "hunyuan_v1_moe"),
 }
-# Auto classes that load a decoder, with the tables that say which class of a family they load
-AUTO_CLASSES = {
-    "AutoModel": modeling_auto.MODEL_MAPPING,
-    "AutoModelForPreTraining": modeling_auto.MODEL_FOR_PRETRAINING_MAPPING,
-    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-}
+# Auto classes that load a decoder
+AUTO_CLASSES = (
+    *("AutoModel", "AutoModelForPreTraining", "AutoModelForCausalLM", "AutoModelForSequenceClassification"),
+    *("AutoModelForTokenClassification", "AutoModelForQuestionAnswering"),
+)
 # Families that are known to go with it; others may, and say so when they are patched
 PROBED = (
     *("apertus", "arcee", "bitnet", "cohere", "cohere2", "ernie4_5", "exaone4", "exaone_moe", "gemma", "gemma2"),
@@ -145,10 +141,11 @@ def register_models(config: type[FamilyConfigMixin] | type[InfiniGPT2Config]) ->
     own = config.own_class
     classes = {}
     alias_tokenizer(own, config)
-    for auto_class, table in AUTO_CLASSES.items():
-        if own in table:
-            classes[auto_class] = infini_class(table[own])
-            getattr(transformers, auto_class).register(config, classes[auto_class], exist_ok=True)
+    for name in AUTO_CLASSES:
+        auto_class = getattr(transformers, name)
+        if own in auto_class._model_mapping:
+            classes[name] = infini_class(auto_class._model_mapping[own])
+            auto_class.register(config, classes[name], exist_ok=True)
     carry_code("models.families", **classes)
 
 

@@ -129,12 +129,9 @@ def infini_attention(
 
 
 def attend(call: AttentionCall) -> Attended:
-    """What a model's layers call: output, state and local weights.
-
-    The weights, `[batch, heads, tokens, places]`, are there where `softmax.written_out`: column `c` is place `c` of the
-    query's window, first the sinks, seen once they have left its segments, then kept tokens, then the segments, the query's
-    own last.
-    """
+    """What a model's layers call: output, state and, where `softmax.written_out`, local weights, `[batch, heads, tokens,
+    places]`: column `c` is place `c` of the query's window, first the sinks, seen once they have left its segments, then
+    kept tokens, then the segments, the query's own last."""
     tokens, layout, rule = call.tokens, call.layout, call.rule
     if layout.kept_tokens:
         tokens = tokens._replace(score=first_scores(rule.keep_score, tokens.key, tokens.score))

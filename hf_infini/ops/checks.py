@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, cast, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -42,8 +42,7 @@ def check_kinds(function: Function) -> Function:
             check(args, kwargs)
         return function(*args, **kwargs)
 
-    result: Any = checked
-    return result
+    return cast(Function, checked)
 
 
 def _kinds(annotation: Any) -> tuple[type, ...]:

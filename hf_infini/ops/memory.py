@@ -89,13 +89,9 @@ class MemoryRule:
         return FEATURE_MAPS[self.feature_map](x)
 
     def written(self, key: Tensor, value: Tensor, log_weight: Tensor | None, mask: Tensor | None = None) -> Written:
-        """What these tokens write: their features σ(k + log w), their values, and, `[B, N, K, C, rates]` or `None`, the
-        log rates that are not part of the features. Zero, but for the values, for tokens that are not written.
-
-        Args:
-            key: `[B, N, K, C, D]`; value: `[B, N, K, C, E]`; log_weight: `[B, N, K, C, rates]`; `None`: zeros.
-            mask: bool, which tokens are written, of a shape that broadcasts to `[B, N, K, C, 1]`; `None`: all.
-        """
+        """What tokens with this key `[B, N, K, C, D]`, value `[B, N, K, C, E]` and log weight `[B, N, K, C, rates]` write:
+        their features σ(k + log w), their values, and, or `None`, the log rates that are not part of the features. Zero, but
+        for the values, where `mask` (bool, broadcast to `[B, N, K, C, 1]`) is False."""
         key = key if log_weight is None else key + log_weight.to(key.dtype)
         return self.features(key if mask is None else key.masked_fill(~mask, -torch.inf)), value, None  # σ(−∞) = 0
 
@@ -121,14 +117,9 @@ class MemoryRule:
         return read * inverse if read.requires_grad else read.mul_(inverse)
 
     def mix(self, local: Tensor, query: Tensor, state: State, gate: Tensor, filled: Tensor) -> Tensor:
-        """(1 − s) · local + s · read, equation 5 with s = sigmoid(β), computed in the dtype of the memory and returned in
-        that of `local`.
-
-        Args:
-            local: what the window gives, `[B, N, H, C, E]`; query: `[B, N, H, C, D]`; gate: β, `[H]`.
-            state: M `[B, N, K, D, E]` and z `[B, N, K, D]`.
-            filled: where the memory holds anything, of a shape that broadcasts; elsewhere s is 0.
-        """
+        """(1 − s) · local + s · read, equation 5 with s = sigmoid(β), or 0 where the memory is not `filled`; computed in its
+        dtype and returned in that of `local`, what the window gives, `[B, N, H, C, E]`. `query`: `[B, N, H, C, D]`; `state`:
+        M `[B, N, K, D, E]` and z `[B, N, K, D]`; `gate`: β, `[H]`."""
         dtype, kv_heads = state[0].dtype, state[0].shape[2]
         features = self.features(query.to(dtype)).unflatten(2, (kv_heads, -1)).flatten(3, 4)
         read = self.read(features, *state).unflatten(3, (-1, query.shape[3])).flatten(2, 3)

@@ -18,26 +18,15 @@ from torch import Tensor
 
 
 def sinusoidal_encoding(positions: Tensor, width: int) -> Tensor:
-    """One sine and one cosine for each of `width / 2` wavelengths from 2π to 10,000 · 2π tokens.
-
-    Args:
-        positions: int64 of any shape `[…]`; width: of the embedding; even.
-
-    Returns `[…, width]` float32, sines at the even places, cosines at the odd ones.
-    """
+    """One sine and one cosine for each of `width / 2` wavelengths from 2π to 10,000 · 2π tokens: of positions `[…]`, int64,
+    `[…, width]` float32, sines at the even places, cosines at the odd ones; the width must be even."""
     angles = _angles(positions, width, 10_000.0)
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2).float()
 
 
 def relative_key_bias(query: Tensor, table: Tensor, distance: Tensor) -> Tensor:
-    """query_i · a_ij, without making `[query, key, head_dim]`: each query meets each row of the table once.
-
-    Args:
-        query: `[batch, heads, query, head_dim]`; distance: `[query, key]`.
-        table: w, `[max_distance + 1, head_dim]`; the last row stands for all distances from `max_distance` on.
-
-    Returns `[batch, heads, query, key]`.
-    """
+    """query_i · a_ij, `[batch, heads, query, key]`: each query `[batch, heads, query, head_dim]` meets each row of the table
+    w, `[max_distance + 1, head_dim]`, once; the last stands for all distances from `max_distance` on."""
     products = query @ table.to(query.dtype).T  # [batch, heads, query, max_distance + 1]
     index = distance.clamp(0, table.shape[0] - 1).expand(*query.shape[:2], -1, -1)
     return products.gather(-1, index)
@@ -59,14 +48,9 @@ def alibi_bias(distance: Tensor, heads: int) -> Tensor:
 
 
 def rotation(positions: Tensor, width: int, dtype: torch.dtype, theta: float = 10_000.0) -> tuple[Tensor, Tensor]:
-    """The cosines and sines by which [`rotate`] turns heads of `width` numbers, which must be even.
-
-    Args:
-        positions: `[batch or 1, tokens]`, or `[tokens]`.
-        dtype: of the result; theta: base of the wavelengths.
-
-    Returns `[batch or 1, 1, tokens, width]` each, or `[tokens, width]`: factors of a number, and of its partner in the pair.
-    """
+    """The cosines and sines by which [`rotate`] turns heads of `width` numbers, which must be even: factors of a number, and
+    of its partner in the pair, `[batch or 1, 1, tokens, width]` each, of positions `[batch or 1, tokens]`; or `[tokens,
+    width]` of `[tokens]`. `theta`: base of the wavelengths."""
     angles = _angles(positions, width, theta)
     angles = angles.unsqueeze(1) if positions.dim() == 2 else angles
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -75,12 +59,8 @@ def rotation(positions: Tensor, width: int, dtype: torch.dtype, theta: float = 1
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns the pair (x_i, x_{i + d/2}) of every head by its token's position times θ^(−2i/d): products depend only on the
-    distance of two positions. Pairing the halves instead of neighbours is Llama's convention.
-
-    Args:
-        states: `[batch, heads, tokens, head_dim]`, queries or keys; a tensor like it is returned.
-        cos, sin: the [`rotation`] of the tokens' positions.
-    """
+    distance of two positions. Pairing the halves instead of neighbours is Llama's convention. `states`: queries or keys,
+    `[batch, heads, tokens, head_dim]`; `cos`, `sin`: the [`rotation`] of the tokens' positions."""
     return torch.addcmul(states * cos.to(states.dtype), states.roll(states.shape[-1] // 2, -1), sin.to(states.dtype))
 
 

@@ -31,12 +31,8 @@ def general_scores(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
 
 
 def additive_scores(query: Tensor, key: Tensor, weight: Tensor, vector: Tensor, added_key: Tensor | None = None) -> Tensor:
-    """vᵀ tanh(W[q; k]) with a matrix and a vector for each head. Needs memory for `B · H · Q · K · A` numbers.
-
-    Args:
-        weight: `[H, A, 2D]`, its first half for the query; vector: `[H, A]`.
-        added_key: `[Q, K, D]`, added to the key of each pair (relative positions), or `None`.
-    """
+    """vᵀ tanh(W[q; k]) with a matrix and a vector for each head: weight `[H, A, 2D]`, its first half for the query, vector
+    `[H, A]`. Needs memory for `B · H · Q · K · A` numbers. `added_key`: `[Q, K, D]`, added to the key of each pair."""
     for_query, for_key = weight.mT.chunk(2, 1)  # [H, D, A] each
     hidden = (query @ for_query).unsqueeze(3) + (key @ for_key).unsqueeze(2)  # [B, H, Q, K, A]
     if added_key is not None:

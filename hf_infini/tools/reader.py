@@ -184,12 +184,7 @@ class Reader:
 
     @torch.no_grad()
     def _read_on(
-        self,
-        cache: InfiniCache,
-        ids: torch.Tensor,
-        progress: bool,
-        done: int = 0,
-        save: Callable[[], None] = lambda: None,
+        self, cache: InfiniCache, ids: torch.Tensor, progress: bool, done: int = 0, save: Callable[[], None] = lambda: None
     ) -> InfiniCache:
         """The cache, which reads these ids from number `done` on; `save` is called from time to time."""
         saved = time.monotonic()

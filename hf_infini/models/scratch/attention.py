@@ -13,14 +13,7 @@ from ...layers.memory_layer import MemoryLayerMixin, SharedInputs
 from ...ops.checks import check_kinds
 from ...ops.layout.build import segment_layout
 from ...ops.positions import alibi_bias, relative_key_bias, rotate, rotation
-from ...ops.scores import (
-    additive_scores,
-    as_dot_product,
-    dot_scores,
-    general_scores,
-    scaled_dot_scores,
-    visible_softmax,
-)
+from ...ops.scores import additive_scores, as_dot_product, dot_scores, general_scores, scaled_dot_scores, visible_softmax
 from ...ops.window import ScoreOptions
 from .configuration import ATTENTION_OPTIONS, CausalMHAConfig
 from .options import IN_EMBEDDING, RELATIVE
