@@ -66,8 +66,8 @@ class InfiniCache(Cache):
     """The cache of a model with a memory: bounded for layers with memory, growing for those with full attention.
 
     `generate()` and `model(..., use_cache=True)` make one; pass it back to continue from there. `copy.copy` and
-    `copy.deepcopy` give a second one, with tensors of its own, that continues from the same place, in training also in the
-    same graph: gradients go back through either to what was read. `detach` cuts the graph.
+    `copy.deepcopy` give a second one, with its own tensors, that continues from the same place, in training also in the same
+    graph: gradients go back through either to what was read. `detach` cuts the graph.
 
     Args:
         config: of the model.
@@ -178,13 +178,8 @@ class InfiniCache(Cache):
         """The mask with which `generate()` continues from this cache with only new tokens, for example from a memory file,
         whose ids are gone: `generate(ids, attention_mask=cache.attention_mask(mask), cache=cache)` (before transformers 5.24
         `past_key_values=cache`). Without this mask, ids are a whole text, which begins with what the cache has read.
-
-        Args:
-            attention_mask: `[batch, tokens]` of the new tokens, 1 = real, 0 = padding.
-
-        Returns:
-            `[batch, columns + tokens]`, with 1 for all columns that the cache has passed.
-        """
+        `attention_mask`: `[batch, tokens]` of the new tokens, 1 = real, 0 = padding; what is returned is `[batch, columns +
+        tokens]`, with 1 for all columns that the cache has passed."""
         return F.pad(attention_mask, (self.get_seq_length(), 0), value=1)
 
     def check_ids(self, input_ids: Tensor) -> None:

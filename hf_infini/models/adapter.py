@@ -51,11 +51,12 @@ def lora_config(model, **options):
     if not gates:
         raise ValueError(f"a {type(model).__name__} has no memory to train beside a LoRA: patch_model() it first.")
     inside = inside_of(model)
+    kind = inside.config.model_type.removeprefix(PREFIX)
     names = dict.fromkeys(".".join(name.split(".")[-2:]) for name in gates)
     own: dict[str, Any] = {
         "task_type": "CAUSAL_LM",
         "modules_to_save": [*names, *(options.pop("modules_to_save", None) or ())],
-        "target_modules": TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(_own_type(inside)),
+        "target_modules": TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind),
     }
     config = LoraConfig(**own | options)
     if not hasattr(inside, "_base_is_plain"):
@@ -163,7 +164,7 @@ def describe(model) -> dict:
     rows = weight[:1024].detach().to("cpu", torch.bfloat16).contiguous()
     sums = rows.float().flatten()[: rows.numel() // SIGNS * SIGNS].view(SIGNS, -1).sum(1)
     return {
-        "model_type": _own_type(inside),
+        "model_type": inside.config.model_type.removeprefix(PREFIX),
         "layers": inside.config.num_hidden_layers,
         "heads": inside.config.num_attention_heads,
         "width": inside.config.hidden_size,
@@ -188,10 +189,6 @@ def _check_model(path, found: dict, wanted: dict) -> None:
         "are compared), as those of a quantized or fine-tuned model do: nothing was measured with these.",
         stacklevel=3,
     )
-
-
-def _own_type(inside) -> str:
-    return inside.config.model_type.removeprefix(PREFIX)
 
 
 def _memory_of(model, dtype: torch.dtype | None = None) -> tuple[dict, dict[str, Tensor]]:

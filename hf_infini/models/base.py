@@ -37,8 +37,8 @@ class SavedModelMixin(HubCodeMixin, ModelBase):
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
-        """As usual, but `_init_weights` is called for every module, as of transformers' own classes. Of others modules
-        without parameters of their own (GPT-2's MLP) are passed over, and the scaled start of projections inside is lost."""
+        """As usual for transformers' own classes: in others `_init_weights` would pass over modules without parameters
+        (GPT-2's MLP, which has only modules), and the scaled start of the projections inside would be lost."""
         super()._initialize_weights(module, False)
 
 

@@ -1,7 +1,5 @@
-"""The masks of the layers that keep their own attention beside those with a memory.
-
-Those of transformers know documents in one call without padding, and these also documents that go on from a cache.
-"""
+"""The masks of the layers that keep their own attention beside those with a memory. Those of transformers know documents in
+one call without padding, and these also documents that go on from a cache."""
 
 import torch
 from torch import Tensor

@@ -9,7 +9,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from ..compat.hub_code import HubConfigMixin
-from ..ops.rules import RULES
 from ..options import MemoryOptions, check_number, without_removed
 
 
@@ -65,7 +64,3 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
         for entry in dataclasses.fields(self):
             check_number(entry.name, getattr(self, entry.name), entry.metadata)
         super().__post_init__(**without_removed(kwargs))
-
-    def check_update_rule(self) -> None:
-        """ValueError where options mean nothing with the update rule."""
-        RULES[self.update_rule].check(vars(self))

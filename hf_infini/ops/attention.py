@@ -76,16 +76,8 @@ def infini_attention(
             to key/value head `h // (heads // kv_heads)`.
         gate: `[heads]`, the logit β.
         segment_length: tokens in a segment, L ≥ 1.
-        update_rule: "linear"; "delta", which writes values less what the memory already answers to their keys; or
-            "gated_delta", token by token with features less σ(0) of length one: M = α (M − β k kᵀ M) + β k vᵀ, read as q M.
-        feature_map: what makes positive features of the memory's queries and keys: "elu", ELU + 1 (the paper), or "exp".
-        local_segments: earlier segments that the softmax sees, 0 in the paper.
-        sink_tokens: how many first tokens of its document every query sees by softmax (attention sinks, arXiv 2309.17453);
-            the memory never takes them in. Fewer than a segment has; 0 in the paper.
-        kept_tokens: how many of the tokens that have left the window, but for sinks and what `memory_mask` leaves out, each
-            key/value head keeps by softmax and out of the memory: those with the highest score (see kept.py).
-        keep_score: "attention", the mean that a token received from the queries that saw it in the window; "learned", the
-            `learned_score`; or "half", half of the places for each.
+        update_rule, feature_map, local_segments, sink_tokens, kept_tokens, keep_score: as of [`MemoryOptions`]; the scores
+            of keep_score="learned" are `learned_score`. (Attention sinks: arXiv 2309.17453.)
         attention_mask: `[batch, tokens]`, 1 for real tokens; padding may be anywhere, is in no segment, and its output is
             zero.
         position_ids: `[batch, tokens]`; a real token whose position does not go beyond the one before it starts a new

@@ -84,9 +84,9 @@ def first_scores(keep_score: str, key: Tensor, learned: Tensor | None) -> Tensor
 
 @torch.no_grad()
 def received_attention(query: Tensor, key: Tensor, mask: Tensor, asking: Tensor, softmax: ScoreOptions) -> Tensor:
-    """What each key `[B, N, K, W, D]` receives of a softmax over all of them, without dropout: the sum over the queries `[B,
-    N, H, C, D]`, the mean over the heads of its group, `[B, N, K, W]` in float32 or wider. `mask`: bool, True = visible, `[B
-    or 1, N, 1, C, W]`; `asking`: bool, which queries count, `[B, N, 1, C]`."""
+    """What each key receives of a softmax over all of them, without dropout: the sum over the queries, the mean over the
+    heads of its group, `[B, N, K, W]` in float32 or wider. query: `[B, N, H, C, D]`; key: `[B, N, K, W, D]`; mask: bool,
+    True = visible, `[B or 1, N, 1, C, W]`; asking: bool, which queries count, `[B, N, 1, C]`."""
     query = query.unflatten(2, (key.shape[2], -1)).flatten(3, 4)  # [B, N, K, heads of a group · C, D]
     group = query.shape[3] // asking.shape[-1]
     mask = mask.unsqueeze(-3).expand(*mask.shape[:-2], group, -1, -1).flatten(-3, -2)

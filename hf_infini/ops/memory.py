@@ -12,7 +12,7 @@ Shapes: `B` batch, `N` segments, `C` tokens in a segment, `K` key/value heads, `
 head's memory, `D` head dimension, `E` value dimension. Heads come before tokens: products are of contiguous matrices.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -63,35 +63,25 @@ class MemoryRule:
     update_rule: ClassVar[str] = "linear"  # its name, that of its file in rules/
     normalised: ClassVar[bool] = True  # whether its memory has a normaliser; otherwise the width of z is 0
     rates: ClassVar[int] = 1  # numbers in a token's log weight
-    # Values of other options that mean nothing with it: by name, the value and the reason
-    not_with: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def __post_init__(self):
         for name, allowed in {"feature_map": FEATURE_MAPS, "keep_score": KEEP_SCORES}.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
-        self.check(vars(self))
 
     @classmethod
     def of(cls, config: Any) -> "MemoryRule":
         """The rule with the options of a configuration, [`MemoryOptions`]."""
         return cls(feature_map=config.feature_map, keep_score=config.keep_score)
 
-    @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:
-        """ValueError where these options, by name, have a value that means nothing with this rule."""
-        for name, (value, reason) in cls.not_with.items():
-            if options.get(name) == value:
-                raise ValueError(f"update_rule={cls.update_rule!r} does not go with {name}={value!r}: {reason}.")
-
     def features(self, x: Tensor) -> Tensor:
         """σ(x), of any shape: positive, so that every denominator of equation 3 is."""
         return FEATURE_MAPS[self.feature_map](x)
 
     def written(self, key: Tensor, value: Tensor, log_weight: Tensor | None, mask: Tensor | None = None) -> Written:
-        """What tokens with this key `[B, N, K, C, D]`, value `[B, N, K, C, E]` and log weight `[B, N, K, C, rates]` write:
-        their features σ(k + log w), their values, and, or `None`, the log rates that are not part of the features. Zero, but
-        for the values, where `mask` (bool, broadcast to `[B, N, K, C, 1]`) is False."""
+        """What these tokens write: their features σ(k + log w), their values and the log rates that are not part of the
+        features, or `None`; zero, but for the values, where `mask` is False. key: `[B, N, K, C, D]`; value: `[B, N, K, C,
+        E]`; log_weight: `[B, N, K, C, rates]` or `None`, zeros; mask: bool, broadcasts to `[B, N, K, C, 1]`."""
         key = key if log_weight is None else key + log_weight.to(key.dtype)
         return self.features(key if mask is None else key.masked_fill(~mask, -torch.inf)), value, None  # σ(−∞) = 0
 
@@ -117,9 +107,9 @@ class MemoryRule:
         return read * inverse if read.requires_grad else read.mul_(inverse)
 
     def mix(self, local: Tensor, query: Tensor, state: State, gate: Tensor, filled: Tensor) -> Tensor:
-        """(1 − s) · local + s · read, equation 5 with s = sigmoid(β), or 0 where the memory is not `filled`; computed in its
-        dtype and returned in that of `local`, what the window gives, `[B, N, H, C, E]`. `query`: `[B, N, H, C, D]`; `state`:
-        M `[B, N, K, D, E]` and z `[B, N, K, D]`; `gate`: β, `[H]`."""
+        """(1 − s) · local + s · read, equation 5, computed in the dtype of the memory and returned in that of `local`; s is
+        sigmoid(β), or 0 where the memory is not `filled`. local: what the window gives, `[B, N, H, C, E]`; query: `[B, N, H,
+        C, D]`; state: M `[B, N, K, D, E]` and z `[B, N, K, D]`; gate: β, `[H]`."""
         dtype, kv_heads = state[0].dtype, state[0].shape[2]
         features = self.features(query.to(dtype)).unflatten(2, (kv_heads, -1)).flatten(3, 4)
         read = self.read(features, *state).unflatten(3, (-1, query.shape[3])).flatten(2, 3)

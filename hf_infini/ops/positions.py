@@ -49,8 +49,8 @@ def alibi_bias(distance: Tensor, heads: int) -> Tensor:
 
 def rotation(positions: Tensor, width: int, dtype: torch.dtype, theta: float = 10_000.0) -> tuple[Tensor, Tensor]:
     """The cosines and sines by which [`rotate`] turns heads of `width` numbers, which must be even: factors of a number, and
-    of its partner in the pair, `[batch or 1, 1, tokens, width]` each, of positions `[batch or 1, tokens]`; or `[tokens,
-    width]` of `[tokens]`. `theta`: base of the wavelengths."""
+    of its partner in the pair. Of positions `[batch or 1, tokens]` they are `[batch or 1, 1, tokens, width]` each, of
+    `[tokens]` they are `[tokens, width]`; theta: base of the wavelengths."""
     angles = _angles(positions, width, theta)
     angles = angles.unsqueeze(1) if positions.dim() == 2 else angles
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)

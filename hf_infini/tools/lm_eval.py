@@ -2,9 +2,8 @@
 
     python -m hf_infini.tools.lm_eval --model hf_infini --model_args pretrained=runs/infini --tasks lambada_openai
 
-`lm_eval --model hf_infini` would find only models that are registered in its process. This command registers this one and
-passes all arguments on. In Python, `import hf_infini.tools.lm_eval` comes before `lm_eval.simple_evaluate(model="hf_infini",
-…)`.
+lm-eval finds only models that are registered in its process: this command registers this one, and passes all arguments on.
+In Python, `import hf_infini.tools.lm_eval` comes before `lm_eval.simple_evaluate(model="hf_infini", …)`.
 """
 
 import logging
@@ -37,9 +36,6 @@ class InfiniLM(HFLM):
         chunk_tokens: tokens per call of the model, of each row of a batch. Memory grows with it.
         adapter: a folder or Hub name of an adapter ([`load_adapter`]) for the model of `pretrained`, a folder or Hub name.
         options: as `hf` takes them (`dtype`, `device`, `tokenizer`, `revision`, …). `batch_size` is a number.
-
-    Raises:
-        ValueError: another `batch_size`, or an adapter of another model.
     """
 
     def __init__(self, pretrained, *, max_length: int | None = None, chunk_tokens: int = 1024, **options):

@@ -23,12 +23,11 @@ RATES = (0.0, 12.0)
 
 
 class Rule(MemoryRule):
-    """Token by token: β and α are learned from the layer's input."""
+    """The gated delta rule, whose β and α are learned from the layer's input."""
 
     update_rule = "gated_delta"
     normalised = False
     rates = 2  # log β and log α, neither positive
-    not_with = {"memory_write": ("learned", "its β already is a learned weight of each token")}
 
     def features(self, x: Tensor) -> Tensor:
         """(σ(x) − σ(0)) / |σ(x) − σ(0)|: positive features would nearly be parallel."""

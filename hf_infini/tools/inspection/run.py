@@ -23,6 +23,7 @@ from ...ops.checks import check_kinds
 from ...ops.layout.base import GridLayout
 from ...ops.scores import visible_softmax
 from ...ops.state import Attended, AttentionCall, InfiniState, Projections
+from ...ops.window import ScoreOptions, masked_scores
 from ...options import layer_kinds
 from .heads import KEPT, MEMORY, NONE, SINK, WINDOW, Inspection, LayerInspection, token_texts
 
@@ -138,9 +139,7 @@ def softmax_parts(
     query, key, value = _widen(query), *(_widen(part).repeat_interleave(groups, 1) for part in (key, value))
     if mask is None:
         mask = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = scores if softcap is None else (scores / softcap).tanh() * softcap
-    scores, weights = visible_softmax(scores, mask)
+    scores, weights = visible_softmax(masked_scores(query, key, None, ScoreOptions(scaling, softcap=softcap)), mask)
     return {"scores": scores, "weights": weights, "heads": weights @ value}
 
 
