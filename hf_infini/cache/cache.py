@@ -80,6 +80,7 @@ class InfiniCache(Cache):
         ValueError: the configuration names no layers with memory.
     """
 
+    layers: Any  # each an InfiniLayer, or transformers' own
     is_compileable = True  # `generate` asks; what it compiles gets a StepCache in this one's place
     completes_segments = True  # the attention itself does; of a StepCache `end_step`
     in_step = False  # whether a compiled step has begun and not ended
@@ -112,8 +113,7 @@ class InfiniCache(Cache):
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         """Applies a function to all that the cache holds."""
-        layers: Any = self.layers
-        for layer in layers:
+        for layer in self.layers:
             if isinstance(layer, InfiniLayer):
                 layer.state = None if layer.state is None else layer.state.map(function)
             else:
@@ -138,8 +138,7 @@ class InfiniCache(Cache):
         """What the layers with memory are given in one call: they take their states from it, and leave the next ones in it.
         [`InfiniCache.advance`] takes these over when all layers are through: a call that fails changes nothing here, nor
         does a layer that gradient checkpointing runs a second time."""
-        layers: Any = self.layers
-        return Cache(layers=[InfiniLayer(e.state, e.columns, []) if isinstance(e, InfiniLayer) else e for e in layers])
+        return Cache([InfiniLayer(e.state, e.columns, []) if isinstance(e, InfiniLayer) else e for e in self.layers])
 
     def exchange(self) -> Any:
         """What gives the layers of one call what other processes have read (context parallelism); `None`: nobody has."""
@@ -162,10 +161,9 @@ class InfiniCache(Cache):
         before = self.text.get("text_end", ids.new_full((len(ids), TEXT_END), -1))
         self.text["text_end"] = torch.cat([before, ids[:, -TEXT_END:].to(before)], 1)[:, -TEXT_END:]
 
-    def advance_layers(self, of_call: Cache, tokens: int) -> None:
+    def advance_layers(self, of_call: Any, tokens: int) -> None:
         """Gives the layers that have been called their new states."""
-        layers: Any = zip(self.layers, of_call.layers, strict=True)
-        for layer, called in layers:
+        for layer, called in zip(self.layers, of_call.layers, strict=True):
             for state in called.left if isinstance(layer, InfiniLayer) else ():
                 layer.advance(state, tokens)
 
@@ -271,8 +269,7 @@ class InfiniCache(Cache):
             raise MemoryFileError(f"{path} is the memory of another text: give another name, or delete it.")
         columns = record["columns"]
         devices: dict[Any, torch.device] = {getattr(part, "layer_idx", None): device_of(part) for part in model.modules()}
-        layers: Any = cache.layers
-        for number, layer in enumerate(layers):
+        for number, layer in enumerate(cache.layers):
             names = {name.removeprefix(f"layers.{number}."): name for name in tensors}
             own = {short: tensors[name].to(devices[number]) for short, name in names.items() if short != name}
             if isinstance(layer, InfiniLayer):

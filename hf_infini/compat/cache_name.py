@@ -10,7 +10,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 NAMES = ("cache", "past_key_values")
 CACHE = next(name for name in NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
-OTHER_NAME = next(name for name in NAMES if name != CACHE)
 
 
 def cache_of(output) -> Any:
@@ -18,14 +17,13 @@ def cache_of(output) -> Any:
     return getattr(output, CACHE)
 
 
-def with_one_name(given: dict[str, Any], name: str = "cache") -> dict[str, Any]:
+def with_one_name(given: dict[str, Any], name: str) -> dict[str, Any]:
     """Arguments by name, in which the cache, if there is one, is called `name`; TypeError where it came with both names."""
     found = [given[one] for one in NAMES if given.get(one) is not None]
     if len(found) == 2:
         raise TypeError("cache and past_key_values are two names of one argument: give only one of them.")
-    cache = found[0] if found else None
     rest = {key: value for key, value in given.items() if key not in NAMES}
-    return rest if len(rest) == len(given) else rest | {name: cache}
+    return rest if len(rest) == len(given) else rest | {name: found[0] if found else None}
 
 
 def takes_either_name(forward: Callable) -> Callable:

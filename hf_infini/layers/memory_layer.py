@@ -139,8 +139,8 @@ class MemoryLayerMixin(nn.Module):
             tokens = Projections(query, key, value, self.log_weight(hidden_states), self.learned_score(hidden_states))
             before = state
             if before is None:
-                given: dict[str, Any] = {"rule": rule, "weighted": tokens.log_weight is not None}
-                before = InfiniState.initial(tokens.key, tokens.value, *layout.window_sizes, **given)
+                weighted = tokens.log_weight is not None
+                before = InfiniState.initial(key, value, *layout.window_sizes, rule=rule, weighted=weighted)
             if exchange is not None:
                 before = exchange.received_state(self.layer_idx, before, tokens)
             wanted = {"return_state": cached is not None, "in_place": not torch.is_grad_enabled()}

@@ -58,8 +58,7 @@ class Demo:
 
     def kept(self, layer: int, head: int) -> list[tuple[str, str | None]]:
         """The document in pieces, of which those that a head keeps have a label."""
-        layers: Any = self.reader.texts[max(self.reader.texts, key=len)].layers
-        state = layers[int(layer)].state
+        state = self.reader.texts[max(self.reader.texts, key=len)].layers[int(layer)].state
         ids = self.tokenizer(self.reader.document, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         before = int(state.tokens_seen[0]) - len(ids)  # of the chat's template
         kept = set(state.kept_position[0, int(head)].tolist())

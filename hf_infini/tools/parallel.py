@@ -136,8 +136,7 @@ class ShardCache(InfiniCache):
         self.before = None if self.rank else self.past.state  # what the layout of the call continues
         self.layout_before: Any = None  # of all columns before this shard, from the call on
         self.shape = (rows, self.end - self.first)
-        layers: Any = zip(self.layers, self.past.layers, strict=True)
-        for layer, known in layers:
+        for layer, known in zip(self.layers, self.past.layers, strict=True):
             layer.state, layer.columns = known.state, known.columns + self.first
         self.masks = {name: bool_mask(name, batch.get(name), True) for name in ("attention_mask", "memory_mask")}
         self.masks["memory_mask"] = memory_mask_of(config, ids, self.masks["memory_mask"])
@@ -157,11 +156,9 @@ class ShardCache(InfiniCache):
         if not self.is_initialized:
             raise ValueError("nothing is known of the whole rows: call the model under torch.no_grad() with it first.")
         cache, columns = InfiniCache(self._config), self.past.get_seq_length() + self.columns
-        own: Any = self.layers
-        last: Any = [[layer.state.map(lambda part: part.detach().cpu().clone()) for layer in own]]
+        last: Any = [[layer.state.map(lambda part: part.detach().cpu().clone()) for layer in self.layers]]
         distributed.broadcast_object_list(last, group=self.group, group_src=self.size - 1)
-        layers: Any = zip(cache.layers, last[0], own, strict=True)
-        for layer, state, before in layers:
+        for layer, state, before in zip(cache.layers, last[0], self.layers, strict=True):
             layer.advance(state.map(lambda part, like=before.state.memory: part.to(like.device)), columns)
         cache.text = dict(self.text)
         return cache
