@@ -17,7 +17,7 @@ def cache_of(output) -> Any:
     return getattr(output, CACHE)
 
 
-def with_one_name(given: dict[str, Any], name: str) -> dict[str, Any]:
+def with_one_name(given: dict[str, Any], name: str = "cache") -> dict[str, Any]:
     """Arguments by name, in which the cache, if there is one, is called `name`; TypeError where it came with both names."""
     found = [given[one] for one in NAMES if given.get(one) is not None]
     if len(found) == 2:
