@@ -92,7 +92,7 @@ class InfiniCache(Cache):
             raise ValueError(f"this {type(config).__name__} has no layers with a memory: pass a transformers.DynamicCache.")
         own = [DynamicLayer() for _ in range(config.num_hidden_layers)]
         if len(bounded) < len(own):
-            own = DynamicCache(config=config).layers or own  # layers that slide keep their window only
+            own = DynamicCache(config=config).layers  # layers that slide keep their window only
         super().__init__(layers=[InfiniLayer() if i in bounded else layer for i, layer in enumerate(own)])
         self._config, self.window = config, config.window
         self.text: dict[str, Tensor] = {}
