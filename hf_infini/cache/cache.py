@@ -23,15 +23,10 @@ TEXT_END = 64  # so many last ids tell a text from another
 
 
 class InfiniLayer(CacheLayerMixin):
-    """One layer's state between two calls.
-
-    Attributes:
-        state: [`InfiniState`], or `None` before the first call. Without gradients, the next token may be written into it in
-            place: to keep one, copy it (`copy.deepcopy`).
-        columns: tokens passed so far, padding included (what `generate` counts in).
-        left: in the cache of one call ([`InfiniCache.for_call`]), a list of the state after it, as torch.compile does not
-            see that an attribute is set; `None` elsewhere.
-    """
+    """One layer's `state` between two calls, an [`InfiniState`], or `None` before the first. Without gradients, the next
+    token may be written into it in place: to keep one, copy it (`copy.deepcopy`). `columns`: tokens passed so far, padding
+    included; `left`: in the cache of one call, [`InfiniCache.for_call`], the state after it, in a list, as torch.compile
+    does not see that an attribute is set."""
 
     def __init__(self, state: InfiniState | None = None, columns: int = 0, left: list[InfiniState] | None = None):
         super().__init__()

@@ -188,8 +188,7 @@ class Reader:
     ) -> InfiniCache:
         """The cache, which reads these ids from number `done` on; `save` is called from time to time."""
         saved = time.monotonic()
-        bar = tqdm(total=len(ids), initial=done, desc="reading", unit="token", unit_scale=True, disable=not progress)
-        with bar:
+        with tqdm(total=len(ids), initial=done, desc="reading", unit="token", unit_scale=True, disable=not progress) as bar:
             for place in range(done, len(ids), self.chunk):
                 piece = ids[place : place + self.chunk].to(self.model.device)
                 decoder_of(self.model)(input_ids=piece[None], use_cache=True, **{CACHE: cache})
