@@ -15,6 +15,7 @@ from .window import ScoreOptions
 
 # The fields of a state that hold a window, in the order of those of [`Projections`] after the query
 WINDOWS = ("local_key", "local_value", "local_log_weight", "local_score")
+COUNTS = ("tokens_seen", "last_position", "memory_tokens")  # those that a layout has for the state after it
 
 
 class Projections(NamedTuple):
@@ -148,7 +149,7 @@ class InfiniState:
 
     def after(self, layout, **tensors: Tensor | None) -> "InfiniState":
         """The state after a call with this [`Layout`], which left these memory, normaliser and windows."""
-        counts = {name: getattr(layout, name) for name in ("tokens_seen", "last_position", "memory_tokens")}
+        counts = {name: getattr(layout, name) for name in COUNTS}
         return replace(self, local_skipped=layout.next_skipped, **counts, **tensors)
 
     def map(self, function) -> "InfiniState":

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from .kept import Kept, keep_best
 from .layout.base import Layout, last_position, pad
 from .memory import KEEP_SCORES, MemoryRule
-from .state import WINDOWS, Attended, AttentionCall, InfiniState
+from .state import COUNTS, WINDOWS, Attended, AttentionCall, InfiniState
 from .window import ScoreOptions, masked_scores, softmax_weights
 
 
@@ -56,16 +56,9 @@ def segment_border(
     `sizes`: of the window, by their names in [`Layout`]; the others as in [`SegmentBorder`]."""
     length, local, sinks, kept_tokens = sizes.values()
     last, skipped = state.tokens_seen.unsqueeze(1) - 1, state.local_skipped
-    border = SegmentBorder(
-        **sizes,
-        positions=last,
-        tokens_seen=state.tokens_seen,
-        last_position=state.last_position,
-        memory_tokens=state.memory_tokens,
-        next_skipped=skipped,
-        completing=completing,
-        complete_rows=complete_rows,
-    )
+    given: dict[str, Any] = sizes | {name: getattr(state, name) for name in COUNTS}
+    given |= {"positions": last, "next_skipped": skipped, "completing": completing, "complete_rows": complete_rows}
+    border = SegmentBorder(**given)
     if completing is None:
         return border
     numbers = (last // length - local) * length + torch.arange(length, device=last.device)
