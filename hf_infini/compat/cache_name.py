@@ -10,6 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 NAMES = ("cache", "past_key_values")
 CACHE = next(name for name in NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
+OTHER_NAME = next(name for name in NAMES if name != CACHE)
 
 
 def cache_of(output) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cache.cache import InfiniCache
-from ..compat.cache_name import CACHE, with_one_name
+from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
 from ..compat.execution_device import device_of
 from ..compat.hub_code import HubCodeMixin, ModelBase
 from ..compat.peft_saving import warn_of_unsaved, with_saving
@@ -138,7 +138,8 @@ class InfiniModelMixin(ModelBase):
         Raises:
             ValueError: a cache or mask of another kind.
         """
-        given = with_one_name(dict(zip(self.argument_names, args, strict=False)) | kwargs, CACHE)
+        given = dict(zip(self.argument_names, args, strict=False)) | kwargs
+        given = with_one_name(given, CACHE) if OTHER_NAME in given else given
         ids, positions, use_cache = given.get("input_ids"), given.get("position_ids"), given.get("use_cache")
         tokens = tokens_of(ids, given.get("inputs_embeds"))
         masks = {"attention_mask": given.get("attention_mask"), "position_ids": positions, "memory_mask": memory_mask}
