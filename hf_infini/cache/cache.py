@@ -190,8 +190,7 @@ class InfiniCache(Cache):
             )
 
     def check_past(self, attention_mask: Tensor) -> None:
-        """ValueError where a mask `[rows, columns]` of what has been read has fewer real tokens in a row than its document;
-        in a graph of torch.compile a RuntimeError."""
+        """ValueError (in a graph RuntimeError) where a mask of the past has fewer real tokens in a row than its document."""
         state: Any = self.state
         given, counted = (attention_mask != 0).sum(1), state.tokens_seen.to(attention_mask.device)
         if torch.compiler.is_compiling():

@@ -139,8 +139,7 @@ def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
 
 
 def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
-    """MemoryFileError, naming what differs, unless the record is of a memory of this model's weights and options. One that a
-    file does not know had its default."""
+    """MemoryFileError, naming what differs, unless a record is of this model; options unknown to it had their defaults."""
     config: Any = model.config
     defaults = {field.name: field.default for field in fields(config)} | REMOVED
     written, given = (defaults | side["config"] | side for side in (record["model"], describe_model(model)))

@@ -24,8 +24,7 @@ def alias_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig])
 
 
 def alias_weights(own: str, infini: str) -> None:
-    """Has the weights of a model type or class renamed and joined as those of the own one, whose checkpoints name some of
-    them otherwise than its modules (experts)."""
+    """Has weights renamed and joined as those of the own model type or class, whose checkpoints may name them otherwise."""
     mapping = get_checkpoint_conversion_mapping(own)
     if mapping is not None:
         register_checkpoint_conversion_mapping(infini, mapping, overwrite=True)

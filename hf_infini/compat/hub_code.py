@@ -66,8 +66,7 @@ class HubConfigMixin(HubCodeMixin, ConfigBase):
     """Saves a configuration with its `auto_map`; comes before `PreTrainedConfig`."""
 
     def save_pretrained(self, save_directory, *args, save_code: bool = False, **kwargs):
-        """As usual; `save_code`: whether the model's code is written beside it. A folder that has code is given this
-        version's."""
+        """As usual; `save_code`: whether the model's code is written beside it, as it is into a folder that has code."""
         if self.model_type in CODE and not os.path.isfile(save_directory):
             given = (getattr(self, "auto_map", None) or {}).items()
             others = {name: entry for name, entry in given if not ENTRIES.match(str(entry))}

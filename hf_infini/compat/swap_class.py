@@ -1,5 +1,4 @@
-"""A module's class changed in place, also for accelerate's hooks and transformers' records. No version yet makes this
-needless."""
+"""A module's class changed in place, also for accelerate and transformers. No version yet makes this needless."""
 
 from torch import nn
 from transformers import PreTrainedModel

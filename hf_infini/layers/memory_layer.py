@@ -162,8 +162,7 @@ class MemoryLayerMixin(nn.Module):
             return F.linear(hidden_states.detach().to(dtype), self.keep_weight.detach().to(dtype)).transpose(1, 2)
 
     def log_weight(self, hidden_states: Tensor) -> Tensor | None:
-        """The logarithms of what each token weighs in the memory, or of the update rule's rates, `[batch, heads, tokens,
-        rates]`; `None`: all weigh 1."""
+        """The log weight of each token, or its log rates, `[batch, heads, tokens, rates]`; `None`: all weigh 1."""
         if own := {name: getattr(self, name) for name in self.rule.parameters(1, 1)}:
             return self.rule.log_rates(hidden_states, **own)
         if self.options.memory_write == "equal":
@@ -188,8 +187,7 @@ def pass_on(layer, args: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[s
 
 
 class InfiniAttentionMixin(MemoryLayerMixin):
-    """Segmented attention with a memory; comes before a decoder's own attention class, whose parameters stay as they are.
-    [`MemoryLayerMixin`] describes the new ones."""
+    """Segmented attention with a memory; comes before a decoder's own attention class, whose parameters stay as they are."""
 
     own_class: type  # the attention class that comes after this one
     argument_names: Sequence[str]  # of its forward, from the second on
@@ -332,8 +330,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
 
 @contextlib.contextmanager
 def in_float32(module: nn.Module) -> Iterator[None]:
-    """Within it, a module's parameters of 16 bits, which round large scores by more than 1, are in float32; those of
-    quantized weights stay."""
+    """Within it, plain parameters of 16 bits, which would round large scores by more than 1, are in float32."""
     plain = [parameter for parameter in module.parameters() if type(parameter) is nn.Parameter]
     short = [parameter for parameter in plain if parameter.is_floating_point() and parameter.itemsize == 2]
     kept = [parameter.data for parameter in short]
@@ -353,8 +350,7 @@ def own_form(tables: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
 
 @contextlib.contextmanager
 def in_evaluation(module: nn.Module) -> Iterator[None]:
-    """Within it, a module is in evaluation mode, but for the layers of bitsandbytes: on some CPUs their weights of 4 bits
-    would lose their gradients for good."""
+    """Within it, evaluation mode, but for bitsandbytes: on some CPUs weights of 4 bits would lose gradients for good."""
     modes = {part: part.training for part in module.modules()}
     try:
         for part in modes:

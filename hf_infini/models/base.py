@@ -205,8 +205,7 @@ def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
 
 
 def memory_mask_of(config, input_ids: Tensor | None, memory_mask: Tensor | None) -> Tensor | None:
-    """Which tokens of a call are written into a memory, `[batch, tokens]`: those of the mask, without special tokens where
-    there are ids to know them by; `None`: all."""
+    """Which tokens `[batch, tokens]` a memory takes in: those of the mask that are not special by their ids; `None`: all."""
     ids = set()
     for special in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
         ids |= set() if special is None else set(special) if isinstance(special, (list, tuple)) else {special}

@@ -66,8 +66,7 @@ class FamilyConfigMixin(InfiniConfigMixin):
 
 @functools.cache
 def infini_config(own: type[PreTrainedConfig]) -> type[FamilyConfigMixin] | type[InfiniGPT2Config]:
-    """The configuration class of a family with Infini-attention; `own`: that of the family, or one derived from it.
-    ValueError where the family is known not to go with it."""
+    """The configuration class of a family, or of one derived from it, with Infini-attention; ValueError if it cannot be."""
     if issubclass(own, GPT2Config):
         return InfiniGPT2Config
     reason = next((reason for reason, types in REFUSED.items() if own.model_type in types), None)

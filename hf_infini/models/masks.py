@@ -55,8 +55,7 @@ def kept_layers_masks(
 
 
 def _documents(layout: Layout, tokens: int, past: int, documents: Tensor | None) -> Tensor | None:
-    """`[batch, past + tokens]`: the number of each column's document, −1 for padding; `None`: all are one. `documents`: of
-    the past."""
+    """`[batch, past + tokens]`: each column's document, −1 for padding; `None`: all are one. `documents`: of the past."""
     real, restart, batch = layout.real, layout.restart, len(layout.tokens_seen)
     if documents is None and real is None:
         return None

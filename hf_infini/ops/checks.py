@@ -55,8 +55,7 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
 def check_arguments(
     query, key, value, gate, log_weight, learned_score, query_weight, rule, window, rotary, **numbers
 ) -> None:
-    """ValueError unless these arguments of [`infini_attention`] have the shapes that it says, and go with the update rule
-    and the window, and `numbers` are within [`LIMITS`]."""
+    """ValueError unless these arguments of [`infini_attention`] fit each other, and `numbers` are within [`LIMITS`]."""
     check_window(*window, rotary=rotary)
     for name, number in numbers.items():
         check_number(name, number, LIMITS[name])

@@ -38,8 +38,7 @@ class SegmentBorder(Layout):
         return torch.cat([window[:, :, : self.ahead], segments], 2) if self.ahead else segments
 
     def in_complete_rows(self, function: Callable[..., tuple[Tensor, ...]], *old: Tensor) -> tuple[Tensor, ...]:
-        """What `function(taken_in, oldest_numbers, *old)` makes of tensors `[batch, …]` in the rows that complete a segment;
-        `old` in the others."""
+        """`function(taken_in, oldest_numbers, *old)` in rows that complete a segment, `old` `[batch, …]` in the others."""
         given = (self.taken_in, self.oldest_numbers, *old)
         if self.complete_rows is not None:
             new = function(*(part[self.complete_rows] for part in given))
@@ -87,8 +86,7 @@ class StepLayout(SegmentBorder):
     filled: Tensor  # `[batch, 1, 1, 1, 1]` bool, whether the memory holds any token of the row's document
 
     def put(self, window: Tensor, new: Tensor, in_place: bool = False) -> Tensor:
-        """The window, `[batch, heads, places, dim]`, with the new tokens `[batch, heads, 1, dim]` in their slots;
-        `in_place`: written into the given one where that may be."""
+        """The window with the new tokens `[batch, heads, 1, dim]` in their slots; `in_place`: the given one, where it may."""
         if torch.compiler.is_compiling():  # for others a graph makes a new one anyway
             in_place = in_place and self.completing is None
         elif in_place:  # an initial window is one zero seen many times; one of inference mode may be written only there

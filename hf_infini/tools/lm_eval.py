@@ -58,8 +58,7 @@ class InfiniLM(HFLM):
     def _loglikelihood_tokens(
         self, requests, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Of each request `(strings, context tokens, continuation tokens)`: the continuation's log-likelihood in nats, and
-        whether greedy decoding gives it."""
+        """Of each `(strings, context, continuation)`: its log-likelihood in nats, and whether greedy decoding gives it."""
         cut = sum(len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests)
         if cut:
             logger.warning(f"{cut} inputs lose their beginning: longer than {self.max_length:,} tokens")

@@ -101,8 +101,7 @@ def read_rows(
 
 @check_kinds
 def check_shards(config: PreTrainedConfig, tokens: int | None = None, size: int = 1) -> None:
-    """ValueError unless all layers of a model have a memory and rows of so many tokens (`None`: any) can be cut into `size`
-    shards."""
+    """ValueError unless all layers have a memory and rows of so many tokens (`None`: any) can be cut into `size` shards."""
     for name, count in (("tokens", tokens), ("size", size)):
         check_number(name, count, {"at_least": 1})
     kept = sorted({*range(config.num_hidden_layers)} - {*getattr(config, "infini_layers", ())})

@@ -113,8 +113,7 @@ def _plain_form(
 def _indexed_form(
     window: tuple[int, int, int, int], real: Tensor, restart: Tensor, seen: Tensor, begun: bool
 ) -> dict[str, Any]:
-    """Fields of a [`GridLayout`] of any rows; `seen`: `[batch]`, tokens of each row's document before the call; begun:
-    whether it is any."""
+    """Fields of a [`GridLayout`] of any rows; `seen`: `[batch]`, tokens of the document before; begun: whether any is."""
     (length, local, *ahead), (batch, tokens), device = window, real.shape, real.device
     # Tokens of the window in the grid, and the grid segment that the next token of a continued document falls into
     carried, base = ((local + 1) * length, local) if begun else (0, 0)
