@@ -86,7 +86,7 @@ class StepLayout(SegmentBorder):
     filled: Tensor  # `[batch, 1, 1, 1, 1]` bool, whether the memory holds any token of the row's document
 
     def put(self, window: Tensor, new: Tensor, in_place: bool = False) -> Tensor:
-        """The window with the new tokens `[batch, heads, 1, dim]` in their slots; `in_place`: the given one, where it may."""
+        """The window with the new tokens `[batch, heads, 1, dim]` in their slots; `in_place`: if it may, the given one."""
         if torch.compiler.is_compiling():  # for others a graph makes a new one anyway
             in_place = in_place and self.completing is None
         elif in_place:  # an initial window is one zero seen many times; one of inference mode may be written only there
