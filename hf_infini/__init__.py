@@ -3,18 +3,8 @@
 Importing it registers the model types with `AutoConfig`, `AutoModel`, `AutoModelForCausalLM` and the other Auto classes that
 load a GPT-2.
 
-Rooms, from the bottom up; imports go down only:
-
-    options.py   the options of a memory: names, choices, checks
-    ops/         pure functions on tensors, and the naive reference that judges them
-    compat/      workarounds for transformers, accelerate, PEFT and the Hub
-    cache/       what a model keeps between two calls, and memory files
-    layers/      an attention layer with a memory, and the swap of a decoder's own
-    models/      families, patching, the from-scratch model, generation, adapters
-    tools/       parameter groups, lm-eval, inspection, context parallelism, reading: imported by name
-    command.py   the command hf-infini
-
-The scripts are in recipes/.
+Its rooms, from the bottom up, are ops, compat, cache, layers, models and tools. Each says in its `__init__` what it is for,
+and imports go down only.
 """
 
 import transformers

@@ -5,10 +5,9 @@ Only the standard library is imported here: a command line reads the options wit
 
 import math
 import operator
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:  # what a configuration's mixins come before; they have no base when the code runs
     from transformers import PreTrainedConfig as ConfigBase
@@ -25,7 +24,7 @@ def number(default, **limits):
 
 
 def in_words(limits: Mapping) -> str:
-    """The [`LIMITS`] among these entries as a sentence has them: "at least 0 and below 1"."""
+    """The [`LIMITS`] among these entries in words: "at least 0 and below 1"."""
     return " and ".join(f"{name.replace('_', ' ')} {limits[name]}" for name in LIMITS if name in limits)
 
 
@@ -148,7 +147,11 @@ class MemoryOptions(ConfigBase):
                 "a memory holds what came before, and with is_causal=False or use_bidirectional_attention tokens see what "
                 "comes after them: leave it out."
             )
-        self.check_update_rule()  # of InfiniConfigMixin, which knows the rules
+        if self.memory_write == "learned" and self.update_rule == "gated_delta":
+            raise ValueError(
+                "update_rule='gated_delta' does not go with memory_write='learned': its β already is a learned weight of "
+                "each token."
+            )
         if self.memory_write == "learned" and self.feature_map == "elu":
             raise ValueError(
                 "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' with it; "
@@ -164,27 +167,12 @@ class MemoryOptions(ConfigBase):
 MEMORY_OPTIONS = tuple(field.name for field in fields(MemoryOptions))
 
 
-def choices(options: type) -> dict[str, tuple[str, ...]]:
-    """The choices of a dataclass's options by name; without options that have a type but no choices."""
-    return {name: get_args(kind) for name, kind in get_type_hints(options).items() if get_origin(kind) is Literal}
-
-
-def help_texts(options: type) -> dict[str, str]:
-    """The help text of each option of a class by name: in its docstring, the text below ``name (`type`, …):``; and the
-    limits of a number."""
-    entry = r"^        (\w+) \(`[^\n]*\):\n((?:            [^\n]*\n)+)"
-    texts = {name: " ".join(text.split()) for name, text in re.findall(entry, options.__doc__ or "", re.MULTILINE)}
-    ranges = {entry.name: in_words(entry.metadata) for entry in fields(options)}
-    return {name: f"{text} {ranges[name].capitalize()}." if ranges.get(name) else text for name, text in texts.items()}
-
-
 # Options that earlier versions had, each with the one value that means what is left
 REMOVED = {"denominator": "separate", "memory_init": "zeros", "n_segments": None}
 
 
 def without_removed(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a file that an earlier version wrote, without those that have gone; ValueError where one had a value that
-    nothing has the meaning of any more."""
+    """Options of a file, without those that have gone; ValueError where one had a value that means nothing any more."""
     for name, value in REMOVED.items():
         if options.get(name, value) != value:
             raise ValueError(f"{name}={options[name]!r} was an option of an earlier version and has gone: train without it.")
@@ -192,11 +180,6 @@ def without_removed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 # What any configuration says of its model
-
-
-def attention_of(config) -> str:
-    """A model's kind of attention: "self" or "infini" of a GPT-2, the configuration's own word for it otherwise."""
-    return {"gpt2": "self", "infini_gpt2": "infini"}.get(config.model_type) or config.attention
 
 
 def context_limit(config) -> int | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from cli import SEED, exit_on_error, option, parse_options
-from cli.model_options import ModelOptions, build_config, build_model
+from cli.model_options import ModelOptions, attention_of, build_config, build_model
 
 
 @dataclass
@@ -87,7 +87,6 @@ def main(argv: list[str] | None = None) -> None:
     from transformers import set_seed
 
     from evaluation import inference, perplexity
-    from hf_infini.options import attention_of
     from hf_infini.tools.training import gate_values, parameter_groups
     from plots.run import plot_loss_curve
     from support import measurement

@@ -23,15 +23,10 @@ TEXT_END = 64  # so many last ids tell a text from another
 
 
 class InfiniLayer(CacheLayerMixin):
-    """One layer's state between two calls.
-
-    Attributes:
-        state: [`InfiniState`], or `None` before the first call. Without gradients, the next token may be written into it in
-            place: to keep one, copy it (`copy.deepcopy`).
-        columns: tokens passed so far, padding included (what `generate` counts in).
-        left: in the cache of one call ([`InfiniCache.for_call`]), the state after it, or nothing yet; `None` elsewhere. A
-            list: torch.compile does not see that an attribute is set.
-    """
+    """One layer's `state` between two calls, an [`InfiniState`], or `None` before the first. Without gradients, the next
+    token may be written into it in place: to keep one, copy it (`copy.deepcopy`). `columns`: tokens passed so far, padding
+    included; `left`: in the cache of one call, [`InfiniCache.for_call`], the state after it, in a list, as torch.compile
+    does not see that an attribute is set."""
 
     def __init__(self, state: InfiniState | None = None, columns: int = 0, left: list[InfiniState] | None = None):
         super().__init__()
@@ -47,8 +42,7 @@ class InfiniLayer(CacheLayerMixin):
         """Nothing to do: the state is made by the first call."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Keeps nothing, and gives what it is given: the attention leaves the next state. TypeError outside of a call of a
-        model with memory."""
+        """Keeps nothing, and gives what it is given: the attention leaves the next state."""
         if self.left is None:
             raise TypeError("an InfiniLayer keeps no keys and values to attend to; the attention leaves its next state.")
         return key_states, value_states
@@ -64,25 +58,24 @@ class InfiniLayer(CacheLayerMixin):
 
 
 class InfiniCache(Cache):
-    """The cache of an [`InfiniGPT2LMHeadModel`]: bounded for layers with memory, growing for those with full attention.
+    """The cache of a model with a memory: bounded for layers with memory, growing for those with full attention.
 
     `generate()` and `model(..., use_cache=True)` make one; pass it back to continue from there. `copy.copy` and
-    `copy.deepcopy` give a second one that continues from the same place, in training also in the same graph: gradients go
-    back through either to what was read. The second has tensors of its own. `detach` cuts the graph.
+    `copy.deepcopy` give a second one, with its own tensors, that continues from the same place, in training also in the same
+    graph: gradients go back through either to what was read. `detach` cuts the graph.
 
     Args:
-        config: of the model, which has layers with memory: an [`InfiniGPT2Config`], or a [`CausalMHAConfig`] with
-            `attention="infini"`.
+        config: of the model.
 
     Attributes:
         text: what is known of the text read, by its names in a memory file: `text_end` `[batch, TEXT_END]`, the last ids, −1
-            before the first and −2 for embeddings; `documents`, see [`kept_layers_masks`], of all columns (where padding
-            makes it necessary).
+            before the first and −2 for embeddings; `documents`, see [`kept_layers_masks`], where padding needs it.
 
     Raises:
         ValueError: the configuration names no layers with memory.
     """
 
+    layers: Any  # each an InfiniLayer, or transformers' own
     is_compileable = True  # `generate` asks; what it compiles gets a StepCache in this one's place
     completes_segments = True  # the attention itself does; of a StepCache `end_step`
     in_step = False  # whether a compiled step has begun and not ended
@@ -94,7 +87,7 @@ class InfiniCache(Cache):
             raise ValueError(f"this {type(config).__name__} has no layers with a memory: pass a transformers.DynamicCache.")
         own = [DynamicLayer() for _ in range(config.num_hidden_layers)]
         if len(bounded) < len(own):
-            own = DynamicCache(config=config).layers or own  # layers that slide keep their window only
+            own = DynamicCache(config=config).layers  # layers that slide keep their window only
         super().__init__(layers=[InfiniLayer() if i in bounded else layer for i, layer in enumerate(own)])
         self._config, self.window = config, config.window
         self.text: dict[str, Tensor] = {}
@@ -109,15 +102,13 @@ class InfiniCache(Cache):
         return other
 
     def detach(self) -> "InfiniCache":
-        """Cuts the graph, in place: what is read from here on has no gradient that goes back to what was read before, and
-        what only that gradient needed is freed. Returns the cache itself."""
+        """Cuts the graph, in place: no gradient goes back to what was read before. Returns the cache itself."""
         self._map(Tensor.detach)
         return self
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         """Applies a function to all that the cache holds."""
-        layers: Any = self.layers
-        for layer in layers:
+        for layer in self.layers:
             if isinstance(layer, InfiniLayer):
                 layer.state = None if layer.state is None else layer.state.map(function)
             else:
@@ -139,19 +130,17 @@ class InfiniCache(Cache):
         return next(layer.state for layer in self.layers if isinstance(layer, InfiniLayer))
 
     def for_call(self) -> Cache:
-        """What the layers with memory are given in one call of the model: they take their states from it, and leave the next
-        ones in it; [`InfiniCache.advance`] takes these over when all layers are through: a call that fails changes nothing
-        here, nor does a layer that gradient checkpointing runs a second time."""
-        layers: Any = self.layers
-        return Cache(layers=[InfiniLayer(e.state, e.columns, []) if isinstance(e, InfiniLayer) else e for e in layers])
+        """What the layers with memory are given in one call: they take their states from it, and leave the next ones in it.
+        [`InfiniCache.advance`] takes these over when all layers are through: a call that fails changes nothing here, nor
+        does a layer that gradient checkpointing runs a second time."""
+        return Cache([InfiniLayer(e.state, e.columns, []) if isinstance(e, InfiniLayer) else e for e in self.layers])
 
     def exchange(self) -> Any:
         """What gives the layers of one call what other processes have read (context parallelism); `None`: nobody has."""
         return None
 
     def check_finished(self) -> None:
-        """ValueError where a call has failed halfway: a compiled step, or one that left keys and values in some of the
-        layers of full attention."""
+        """ValueError where a call has failed halfway: a compiled step, or one with layers of full attention."""
         if self.in_step or len({self.get_seq_length(layer) for layer in range(len(self.layers))}) > 1:
             raise ValueError("a call with this cache has failed halfway: make a new one and read the text again.")
 
@@ -167,10 +156,9 @@ class InfiniCache(Cache):
         before = self.text.get("text_end", ids.new_full((len(ids), TEXT_END), -1))
         self.text["text_end"] = torch.cat([before, ids[:, -TEXT_END:].to(before)], 1)[:, -TEXT_END:]
 
-    def advance_layers(self, of_call: Cache, tokens: int) -> None:
+    def advance_layers(self, of_call: Any, tokens: int) -> None:
         """Gives the layers that have been called their new states."""
-        layers: Any = zip(self.layers, of_call.layers, strict=True)
-        for layer, called in layers:
+        for layer, called in zip(self.layers, of_call.layers, strict=True):
             for state in called.left if isinstance(layer, InfiniLayer) else ():
                 layer.advance(state, tokens)
 
@@ -183,20 +171,13 @@ class InfiniCache(Cache):
         """The mask with which `generate()` continues from this cache with only new tokens, for example from a memory file,
         whose ids are gone: `generate(ids, attention_mask=cache.attention_mask(mask), cache=cache)` (before transformers 5.24
         `past_key_values=cache`). Without this mask, ids are a whole text, which begins with what the cache has read.
-
-        Args:
-            attention_mask: `[batch, tokens]` of the new tokens, 1 = real, 0 = padding.
-
-        Returns:
-            `[batch, columns + tokens]`, with 1 for the columns that the cache has passed: it knows itself which of them were
-            padding.
-        """
+        `attention_mask`: `[batch, tokens]` of the new tokens, 1 = real, 0 = padding; what is returned is `[batch, columns +
+        tokens]`, with 1 for all columns that the cache has passed."""
         return F.pad(attention_mask, (self.get_seq_length(), 0), value=1)
 
     def check_ids(self, input_ids: Tensor) -> None:
-        """ValueError unless these ids, `[batch, tokens]`, are more than what has been read, and the same there, as far as
-        `text_end` shows: `generate()` takes ids for a whole text and reads what goes beyond the cache. The cache may have
-        several rows for each (beams)."""
+        """ValueError unless these ids, `[batch, tokens]`, begin with what has been read, as far as `text_end` shows, and go
+        on. The cache may have several rows for each (beams)."""
         columns, tokens = self.get_seq_length(), input_ids.shape[1]
         begins = F.pad(input_ids[:, :columns], (TEXT_END, 0), value=-1)[:, -TEXT_END:]
         read = self.text.get("text_end", begins[:0])
@@ -209,8 +190,7 @@ class InfiniCache(Cache):
             )
 
     def check_past(self, attention_mask: Tensor) -> None:
-        """ValueError where a mask `[rows, columns]` of what has been read has fewer real tokens in a row than its document
-        has; in a graph of torch.compile a RuntimeError."""
+        """ValueError (in a graph RuntimeError) where a mask of the past has fewer real tokens in a row than its document."""
         state: Any = self.state
         given, counted = (attention_mask != 0).sum(1), state.tokens_seen.to(attention_mask.device)
         if torch.compiler.is_compiling():
@@ -229,9 +209,8 @@ class InfiniCache(Cache):
     def save_pretrained(
         self, path: str | Path, model: nn.Module | dict, *, text_sha256: Sequence[str] | None = None
     ) -> None:
-        """Writes what has been read so far into a memory file (see files.py): the whole state, bit for bit.
-
-        Whoever reads the file finds the old one or this one, whole, also where several write it: [`write_memory_file`].
+        """Writes what has been read so far into a memory file: the whole state, bit for bit. Whoever reads the file finds
+        the old one or this one, whole, also where several write it: [`write_memory_file`].
 
         Args:
             path: the file, by custom `NAME.safetensors`.
@@ -266,13 +245,11 @@ class InfiniCache(Cache):
     def from_pretrained(
         cls, path: str | Path, model: nn.Module, *, text_sha256: Sequence[str] | None = None
     ) -> "InfiniCache":
-        """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices.
-
-        Hashes the model's weights to compare them with those that wrote the memory (see [`describe_model`] for the time).
+        """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices. Hashes the model's weights to
+        compare them with those that wrote the memory ([`describe_model`]).
 
         Args:
-            path: the file.
-            model: the model that continues.
+            path: the file; model: that continues.
             text_sha256: for each row, the sha256 of the text that it must have read; `None`: any.
 
         Raises:
@@ -286,8 +263,7 @@ class InfiniCache(Cache):
             raise MemoryFileError(f"{path} is the memory of another text: give another name, or delete it.")
         columns = record["columns"]
         devices: dict[Any, torch.device] = {getattr(part, "layer_idx", None): device_of(part) for part in model.modules()}
-        layers: Any = cache.layers
-        for number, layer in enumerate(layers):
+        for number, layer in enumerate(cache.layers):
             names = {name.removeprefix(f"layers.{number}."): name for name in tensors}
             own = {short: tensors[name].to(devices[number]) for short, name in names.items() if short != name}
             if isinstance(layer, InfiniLayer):
@@ -305,9 +281,7 @@ class InfiniCache(Cache):
 @check_kinds
 def cache_bytes(config: PreTrainedConfig) -> int:
     """Bytes that a model's layers with a memory hold of one sequence, however long it is, in the configuration's dtype
-    (`None`: torch's default). Where the memory skips tokens, each place of a window takes one more. What layers without a
-    memory hold, and grows, is not counted.
-    """
+    (`None`: torch's default). Where the memory skips tokens, each place of a window takes one more."""
     if not getattr(config, "infini_layers", ()):
         raise ValueError(f"the cache of a {type(config).__name__} without a compressive memory grows with every token.")
     rule, (heads, width) = RULES[config.update_rule].of(config), key_heads(config)

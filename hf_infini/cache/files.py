@@ -57,8 +57,7 @@ def describe_model(model: nn.Module) -> dict:
 
     Returns:
         `config`, the options that decide what a memory means; `dtype`, of the weights; `adapters`, none; and
-        `weights_sha256`, of the parameters and buffers that the base model saves, the language-model head left out. The few
-        parameters after the last layer's memory are hashed with the rest.
+        `weights_sha256`, of the parameters and buffers that the base model saves, without the language-model head.
 
     Raises:
         ValueError: the model has adapters of PEFT, which can be switched and scaled, or is none of transformers.
@@ -88,18 +87,15 @@ def describe_model(model: nn.Module) -> dict:
 def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict) -> None:
     """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the old file or the new one,
     also where several processes write the same file: each writes a temporary file, `NAME.….part` in the same folder, and
-    the last to finish wins. The same content gives the same bytes.
-
-    Folders on the way are made.
+    the last to finish wins. The same content gives the same bytes. Folders on the way are made.
 
     Raises:
         OSError: the file cannot be written, or is a folder; an old one is still there.
     """
     path = Path(path)
     # Copies: layers share tensors, and views of larger ones
-    tensors = {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for name, tensor in tensors.items()
-    }
+    form: dict[str, Any] = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
+    tensors = {name: tensor.detach().to(**form) for name, tensor in tensors.items()}
     record = json.loads(json.dumps({"format_version": FORMAT_VERSION, **record}))  # as a reader will have it
     record["sha256"] = _checksum(record, tensors)
     content = save(tensors, {METADATA_KEY: json.dumps(record, sort_keys=True)})
@@ -143,8 +139,7 @@ def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
 
 
 def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
-    """MemoryFileError, naming what differs, unless the record is of a memory of this model's weights and options. An option
-    that a file does not know yet had its default when the file was written."""
+    """MemoryFileError, naming what differs, unless a record is of this model; options unknown to it had their defaults."""
     config: Any = model.config
     defaults = {field.name: field.default for field in fields(config)} | REMOVED
     written, given = (defaults | side["config"] | side for side in (record["model"], describe_model(model)))

@@ -19,17 +19,12 @@ def cache_of(output) -> Any:
 
 
 def with_one_name(given: dict[str, Any], name: str = "cache") -> dict[str, Any]:
-    """Arguments by name, in which the cache is called `name`; those without a cache are returned as they are.
-
-    Raises:
-        TypeError: it came with both of its names.
-    """
+    """Arguments by name, in which the cache, if there is one, is called `name`; TypeError where it came with both names."""
     found = [given[one] for one in NAMES if given.get(one) is not None]
     if len(found) == 2:
         raise TypeError("cache and past_key_values are two names of one argument: give only one of them.")
-    cache = found[0] if found else None
     rest = {key: value for key, value in given.items() if key not in NAMES}
-    return rest if len(rest) == len(given) else rest | {name: cache}
+    return rest if len(rest) == len(given) else rest | {name: found[0] if found else None}
 
 
 def takes_either_name(forward: Callable) -> Callable:

@@ -11,8 +11,8 @@ PREFIX = "infini_"  # model_type of a family with Infini-attention: this and the
 
 
 def alias_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig]) -> None:
-    """Has `AutoTokenizer` read a configuration's tokenizer as beside the own one: many files do not name their class, or a
-    wrong one, which transformers knows by the type."""
+    """Has `AutoTokenizer` read a tokenizer as beside the own configuration: many files do not name their class, or a wrong
+    one, which transformers knows by the type."""
     table, names = tokenization_auto.TOKENIZER_MAPPING, tokenization_auto.TOKENIZER_MAPPING_NAMES
     mistaken = tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
     if own.model_type in names:
@@ -24,8 +24,7 @@ def alias_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig])
 
 
 def alias_weights(own: str, infini: str) -> None:
-    """Has the weights of a model type or class renamed and joined as those of the own one, whose checkpoints name some of
-    them otherwise than its modules (experts)."""
+    """Has weights renamed and joined as those of the own model type or class, whose checkpoints may name them otherwise."""
     mapping = get_checkpoint_conversion_mapping(own)
     if mapping is not None:
         register_checkpoint_conversion_mapping(infini, mapping, overwrite=True)

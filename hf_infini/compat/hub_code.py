@@ -66,11 +66,7 @@ class HubConfigMixin(HubCodeMixin, ConfigBase):
     """Saves a configuration with its `auto_map`; comes before `PreTrainedConfig`."""
 
     def save_pretrained(self, save_directory, *args, save_code: bool = False, **kwargs):
-        """As usual.
-
-        Args:
-            save_code: whether the model's code is written beside it. A folder that has code is given this version's.
-        """
+        """As usual; `save_code`: whether the model's code is written beside it, as it is into a folder that has code."""
         if self.model_type in CODE and not os.path.isfile(save_directory):
             given = (getattr(self, "auto_map", None) or {}).items()
             others = {name: entry for name, entry in given if not ENTRIES.match(str(entry))}
@@ -80,14 +76,9 @@ class HubConfigMixin(HubCodeMixin, ConfigBase):
 
 def carry_code(code_entry: str, **classes: type[HubCodeMixin]) -> None:
     """Has the classes of a model type found again, and adds the models' names to transformers' tables of model types, by
-    which it knows what a class is for, such as `Trainer`, which shifts smoothed labels of causal language models only.
-    `transformers serve` looks for a class among the attributes of transformers, of which there may be two modules: what they
-    share is their type.
-
-    Args:
-        code_entry: the module, such as "models.families", from which all of these classes can be imported.
-        classes: by the name of the Auto class that loads them.
-    """
+    which `Trainer` knows what a class is for. `transformers serve` looks for a class among the attributes of transformers,
+    of which there may be two modules: what they share is their type. `code_entry`: the module, such as "models.families",
+    from which all can be imported; `classes`: by the name of the Auto class that loads them."""
     for auto_class, cls in classes.items():
         known: Any = cls
         model_type = known.config_class.model_type if issubclass(cls, PreTrainedModel) else known.model_type
@@ -99,8 +90,8 @@ def carry_code(code_entry: str, **classes: type[HubCodeMixin]) -> None:
 
 
 def write_code(model_type: str, folder: str | os.PathLike, whole: bool) -> dict[str, str]:
-    """Writes the stub of a model type, or its code if `whole`, in a copy of the code, and where the folder has code. Removes
-    that of other versions. Returns the entries of the `auto_map`."""
+    """Writes the stub of a model type, or its code if `whole`, in a copy of the code, and where the folder has code, and
+    removes that of other versions; returns the entries of the `auto_map`."""
     code_entry, classes = CODE[model_type]
     os.makedirs(folder, exist_ok=True)
     found = [path for path in Path(folder).iterdir() if CODE_FILES.fullmatch(path.name)]
@@ -122,8 +113,7 @@ def write_code(model_type: str, folder: str | os.PathLike, whole: bool) -> dict[
 
 @functools.cache
 def code_of(code_entry: str) -> tuple[str, dict[str, str]]:
-    """The name of the folder for the code of these models, and its files: the module, and all that it imports of the
-    package, in turn."""
+    """The name of the folder for the code of these models, and its files: all that the module imports of the package."""
     if IS_COPY:
         here = Path(__file__).parent
         return here.name, {path.name: path.read_text("utf-8") for path in here.glob("*.py") if path.name != "__init__.py"}

@@ -1,5 +1,4 @@
-"""A module's class changed in place, also for accelerate's hooks and transformers' records. No version yet makes this
-needless."""
+"""A module's class changed in place, also for accelerate and transformers. No version yet makes this needless."""
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -7,11 +6,8 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 
 def swap_class(module: nn.Module, other: type) -> None:
-    """Makes a module an instance of another class in place, also for a hook, which keeps the forward that it wraps.
-
-    transformers finds what it can record of a model (attentions, hidden states) by the class that the model was constructed
-    as; the other one may never have been.
-    """
+    """Makes a module an instance of another class in place, also for a hook, which keeps the forward that it wraps, and for
+    transformers, which finds what it can record of a model by a class that was constructed."""
     own, module.__class__ = type(module), other
     for name in ("_old_forward", "forward"):  # the second is left by a hook that was removed
         if getattr(vars(module).get(name), "__func__", None) is own.forward:

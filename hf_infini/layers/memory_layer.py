@@ -1,10 +1,9 @@
 """An attention layer's memory, in any model, and the swap of a decoder's own attention.
 
 [`MemoryLayerMixin`] has the parameters, and one call from the layer's input to the heads' output. [`InfiniAttentionMixin`]
-comes before a decoder's own attention class, whose forward runs with position embeddings that turn nothing. It is handed a
-function, which the registered one calls with the queries, keys and values (projected, normed, un-rotated): the memory takes
-them as they are, and the window turns them by its own places with the model's own function. So a position is
-never larger than a window, however long the text.
+comes before a decoder's own attention class, whose forward runs with position embeddings that turn nothing. The registered
+attention function gets its queries, keys and values (projected, normed, un-rotated): the memory takes them as they are, and
+the window turns them by its own places with the model's own function, so that no position is larger than a window.
 """
 
 import contextlib
@@ -29,6 +28,7 @@ from ..ops.memory import KEEP_SCORES, MemoryRule
 from ..ops.rules import RULES
 from ..ops.state import AttentionCall, InfiniState, Projections
 from ..ops.window import ScoreOptions, window_attention
+from ..options import key_heads
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
 PARAMETERS = ("gate", "memory_conv", "memory_write")
@@ -44,31 +44,18 @@ Attend = Callable[[Tensor, Tensor, Tensor, ScoreOptions], tuple[Tensor, Tensor |
 
 
 class SharedInputs(NamedTuple):
-    """What the layers of one call of a model share.
+    """What the layers of one call of a model share."""
 
-    Attributes:
-        layout: [`segment_layout`] of the tokens; `None`: all are in one window, from its second place on, and there is no
-            memory.
-        cache: the layers' own for this call ([`InfiniCache.for_call`]), or `None`.
-        rotary: the tables of a window's places, by the type of layer (`None`: one for all); empty without rotary positions.
-        return_weights: whether the layers return their local weights.
-        exchange: gives the layers what other processes have read before this one (context parallelism); `None`: nobody has.
-    """
-
-    layout: Any
-    cache: Cache | None
-    rotary: dict[str | None, tuple[Tensor, ...]]
-    return_weights: bool = False
-    exchange: Any = None
+    layout: Any  # [`segment_layout`]; `None`: all are in one window, from its second place on, and there is no memory
+    cache: Cache | None  # [`InfiniCache.for_call`]
+    rotary: dict[str | None, tuple[Tensor, ...]]  # tables of a window's places, by the type of layer (`None`: one for all)
+    return_weights: bool = False  # whether the layers return their local weights
+    exchange: Any = None  # gives the layers what other processes have read before this one (context parallelism)
 
 
 class Gate(nn.Module):
-    """The gate of a layer (equation 5): `weight` `[heads]`, the logits β; sigmoid(β) is the memory's share of a head's
-    output. Made uninitialised; `options`: their `device` and `dtype`.
-
-    It is a module whose forward returns the logits, so that other libraries can replace it: PEFT's
-    `modules_to_save=["gate"]` puts a wrapper in its place, whose forward gives the logits of the active adapter.
-    """
+    """The gate of a layer (equation 5): `weight` `[heads]`, the logits β, uninitialised. It is a module, so that PEFT's
+    `modules_to_save=["gate"]` can put a wrapper in its place, whose forward gives the logits of the active adapter."""
 
     def __init__(self, heads: int, **options):
         super().__init__()
@@ -80,21 +67,18 @@ class Gate(nn.Module):
 
 
 def memory_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers with a memory in a model, by name. They are found by what they can do: classes differ where a model came
-    with its own code."""
+    """The layers with a memory in a model, by name; found by a method: classes differ where a model came with its code."""
     return {name: module for name, module in model.named_modules() if hasattr(type(module), "add_memory_parameters")}
 
 
 def gates_of(model: nn.Module) -> dict[str, Any]:
-    """The gates of a model by the name of their module, `transformer.h.0.attn.gate`, in the order of the layers; PEFT may
-    have wrapped them."""
+    """The gates of a model, perhaps wrapped by PEFT, by the name of their module, `transformer.h.0.attn.gate`."""
     return {f"{name}.gate": layer.gate for name, layer in memory_layers(model).items() if hasattr(layer, "gate")}
 
 
 class MemoryLayerMixin(nn.Module):
     """A layer's memory; comes before the attention's class, whose forward calls `begin`, its own projections, and the
-    function that `begin` gave. The class has `options` and `head_counts`. New are `gate`, a [`Gate`],
-    and the parameters that `first_values` lists."""
+    function that `begin` gave. New are `gate` and the parameters that `first_values` lists."""
 
     options: Any  # the model's configuration, with [`MemoryOptions`]
     layer_idx: Any  # a number, which only a cache needs
@@ -106,12 +90,7 @@ class MemoryLayerMixin(nn.Module):
 
     @property
     def rule(self) -> MemoryRule:
-        """How the memory is written, read and mixed in."""
-        return self._rule.of(self.options)
-
-    @property
-    def _rule(self) -> type[MemoryRule]:
-        return RULES[self.options.update_rule]
+        return RULES[self.options.update_rule].of(self.options)
 
     def first_values(self, width: int) -> dict[str, Tensor]:
         """The first value of each parameter beside the gate, by its name; `width`: of the layer's input."""
@@ -123,8 +102,7 @@ class MemoryLayerMixin(nn.Module):
             values["memory_write"] = torch.zeros(heads, width)
         if config.kept_tokens and "learned" in KEEP_SCORES[config.keep_score]:
             values["keep_weight"] = torch.zeros(heads, width)
-        values |= self._rule.parameters(heads, width)
-        return values
+        return values | self.rule.parameters(heads, width)
 
     def add_memory_parameters(self, width: int, **options) -> None:
         """Makes the parameters, uninitialised. `width`: of the layer's input; options: their `device` and `dtype`."""
@@ -141,8 +119,8 @@ class MemoryLayerMixin(nn.Module):
             self.keep_weight.requires_grad_(False)  # which loading does not keep
 
     def begin(self, hidden_states: Tensor, infini: SharedInputs) -> tuple[Tensor, Attend]:
-        """The input of the projections, `[batch, tokens, width]`: `hidden_states`, with the short convolution if there is
-        one. And the function that attends with what they give, and leaves the layer's next state."""
+        """The input of the projections, `[batch, tokens, width]`: `hidden_states`, perhaps with the short convolution. And
+        the function that attends with what they give, and leaves the layer's next state."""
         layout, exchange, rule = infini.layout, infini.exchange, self.rule
         cached: Any = None if infini.cache is None else infini.cache.layers[self.layer_idx]
         state = None if cached is None else cached.state
@@ -161,8 +139,8 @@ class MemoryLayerMixin(nn.Module):
             tokens = Projections(query, key, value, self.log_weight(hidden_states), self.learned_score(hidden_states))
             before = state
             if before is None:
-                given: dict[str, Any] = {"rule": rule, "weighted": tokens.log_weight is not None}
-                before = InfiniState.initial(tokens.key, tokens.value, *layout.window_sizes, **given)
+                weighted = tokens.log_weight is not None
+                before = InfiniState.initial(key, value, *layout.window_sizes, rule=rule, weighted=weighted)
             if exchange is not None:
                 before = exchange.received_state(self.layer_idx, before, tokens)
             wanted = {"return_state": cached is not None, "in_place": not torch.is_grad_enabled()}
@@ -176,8 +154,7 @@ class MemoryLayerMixin(nn.Module):
         return hidden_states, attend_with_memory
 
     def learned_score(self, hidden_states: Tensor) -> Tensor | None:
-        """What decides which tokens are kept, `[batch, kv_heads, tokens]`, in float32 or wider; `None`: nothing learned.
-        `hidden_states`: the input of the projections."""
+        """What decides which tokens are kept, `[batch, kv_heads, tokens]`, in float32 or wider; `None`: nothing learned."""
         if not self.options.kept_tokens or not hasattr(self, "keep_weight"):
             return None
         with torch.autocast(hidden_states.device.type, enabled=False):
@@ -185,10 +162,9 @@ class MemoryLayerMixin(nn.Module):
             return F.linear(hidden_states.detach().to(dtype), self.keep_weight.detach().to(dtype)).transpose(1, 2)
 
     def log_weight(self, hidden_states: Tensor) -> Tensor | None:
-        """The logarithms of what each token weighs in the memory, or of the update rule's rates, `[batch, heads, tokens,
-        rates]`; `None`: all weigh 1. `hidden_states`: the input of the projections."""
-        if own := {name: getattr(self, name) for name in self._rule.parameters(1, 1)}:
-            return self._rule.log_rates(hidden_states, **own)
+        """The log weight of each token, or its log rates, `[batch, heads, tokens, rates]`; `None`: all weigh 1."""
+        if own := {name: getattr(self, name) for name in self.rule.parameters(1, 1)}:
+            return self.rule.log_rates(hidden_states, **own)
         if self.options.memory_write == "equal":
             return None
         return F.linear(hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)
@@ -207,14 +183,12 @@ AttentionInterface.register(INTERFACE, infini_attention_function)
 
 
 def pass_on(layer, args: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """A pre-hook of decoder layers that pass no keywords on to their attention: this is given `infini` as its mask, at which
-    attention with a memory does not look."""
+    """A pre-hook of decoder layers that pass no keywords on to their attention, which is given `infini` as its mask."""
     return args, keywords | {"attention_mask": keywords.get("infini")}
 
 
 class InfiniAttentionMixin(MemoryLayerMixin):
-    """Segmented attention with a memory; comes before a decoder's own attention class, whose parameters stay as they are.
-    [`MemoryLayerMixin`] describes the new ones."""
+    """Segmented attention with a memory; comes before a decoder's own attention class, whose parameters stay as they are."""
 
     own_class: type  # the attention class that comes after this one
     argument_names: Sequence[str]  # of its forward, from the second on
@@ -223,12 +197,11 @@ class InfiniAttentionMixin(MemoryLayerMixin):
     hook: RemovableHandle  # of [`pass_on`], where the decoder layer needs it
 
     def swap_in(self, config, tables: dict[str | None, tuple[Tensor, ...]], dtype: torch.dtype) -> None:
-        """Gives the layer its memory; `config`, `dtype`: the model's, the second for a layer whose weights are quantized and
-        its biases in any type; `tables`: its [`InfiniModelMixin.rotary_tables`]."""
-        self.options, self.config, heads = config, copy.copy(config), config.num_attention_heads
+        """Gives the layer its memory, by the model's configuration and [`InfiniModelMixin.rotary_tables`]; `dtype`: where
+        the layer's weights are quantized."""
+        self.options, self.config = config, copy.copy(config)
         self.config._attn_implementation = INTERFACE  # by which the own forward chooses its attention function
-        width = getattr(self, "head_dim", None) or getattr(self, "head_size", None) or config.hidden_size // heads
-        self.head_counts = heads, getattr(config, "num_key_value_heads", None) or heads, width
+        self.head_counts = config.num_attention_heads, *key_heads(config)
         self.rotary_type = None if None in tables or not tables else config.layer_types[self.layer_idx]
         weights = (weight.dtype for weight in self.parameters() if weight.dim() > 1 and weight.is_floating_point())
         options = {"device": device_of(self), "dtype": next(weights, dtype)}
@@ -237,7 +210,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         self.init_memory_parameters()
 
     def swap_out(self) -> None:
-        """Makes it a layer of the own class again, whatever its memory has learned."""
+        """Makes it a layer of the own class again."""
         self.config = self.options
         if hasattr(self, "hook"):
             self.hook.remove()
@@ -247,8 +220,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         swap_class(self, self.own_class)
 
     def _turns_states(self, tables: tuple[Tensor, ...], **options) -> bool:
-        """Whether queries depend on the position embeddings: some models have layers without positions; `options`: the
-        `device` and `dtype` of the layer."""
+        """Whether queries depend on the position embeddings: some models have layers without positions."""
         with torch.enable_grad(), in_evaluation(self):
             tables = tuple(table[None, :1].detach().to(options["device"], copy=True).requires_grad_() for table in tables)
             given: dict[str, Any] = dict.fromkeys(self.argument_names)
@@ -266,18 +238,11 @@ class InfiniAttentionMixin(MemoryLayerMixin):
 
     @torch.no_grad()
     def check_swapped(self, tables: dict[str | None, tuple[Tensor, ...]]) -> None:
-        """Compares attention inside one window, without a memory, with the own class's on random input.
-
-        Args:
-            tables: the model's [`InfiniModelMixin.rotary_tables`] of one place more than [`TEST_TOKENS`], in float32.
-
-        Raises:
-            ValueError: they differ.
-        """
+        """Compares attention inside one window, without a memory, with the own class's on random input: ValueError where
+        they differ. `tables`: [`InfiniModelMixin.rotary_tables`] of one place more than [`TEST_TOKENS`], in float32."""
         with in_float32(self), in_evaluation(self):
             difference, size = self._difference(tables.get(self.rotary_type) if self.turning_function else None)
-        # Rounding in another order: a few units in the last place of sums of some hundred products. Weights of few bits may
-        # round what they are multiplied by
+        # Rounding in another order; and weights of few bits may round what they are multiplied by
         quantized = any(type(weight) is not nn.Parameter or not weight.is_floating_point() for weight in self.parameters())
         quantized |= any(type(part).__module__.startswith("torch.ao.") for part in self.modules())  # without parameters
         if not difference <= size * (0.03 if quantized else 1e-4):
@@ -307,10 +272,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         return float((found - wanted).abs().max()), float(wanted.abs().max())
 
     def forward(self, hidden_states: Tensor, *args, infini: SharedInputs | None = None, **kwargs):
-        """As the own forward, and
-
-        Args:
-            infini: what the base model made for all layers.
+        """As the own forward; `infini`: what the base model made for all layers.
 
         Returns:
             The output `[batch, tokens, width]`, and, with `output_attentions` or the eager implementation, the local weights
@@ -335,9 +297,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         given |= {"attention_mask": None, self.cache_argument: infini.cache, "attend": attend_rotated}
         return super().forward(hidden_states, **given)
 
-    def _attend_in_one_window(
-        self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions
-    ) -> tuple[Tensor, None]:
+    def _attend_in_one_window(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> tuple[Tensor, None]:
         """An [`Attend`]: softmax attention inside one window, from its second place on, without a memory."""
         if (found := (query.shape[1], key.shape[1], value.shape[3])) != self.head_counts:
             raise ValueError(
@@ -356,8 +316,8 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         return {"rotary": tables if self.turns_states else None, "turn": self.turn}
 
     def turn(self, states: Tensor, *places: Tensor) -> Tensor:
-        """States `[…, tokens, head_dim]` turned by the model's own function; `places`: their rows of the tables,
-        `[tokens, width]` or `[batch, 1, tokens, width]`; of a head's numbers only so many are turned."""
+        """States `[…, tokens, head_dim]` turned by the model's own function; `places`: their rows of the tables, `[tokens,
+        width]` or `[batch, 1, tokens, width]`; of a head's numbers only so many are turned."""
         rows = [row[None] if row.dim() == 2 else row.squeeze(1) for row in places]
         flat = states if states.dim() == 4 else states.reshape(-1, 1, *states.shape[-2:])
         if rows[0].is_complex():  # Llama 4: heads after tokens
@@ -371,8 +331,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
 
 @contextlib.contextmanager
 def in_float32(module: nn.Module) -> Iterator[None]:
-    """Within it, a module's parameters of 16 bits are in float32; those of quantized weights stay. Where scores are large,
-    16 bits round them by more than 1, and softmax gives something else for every order of the sums."""
+    """Within it, plain parameters of 16 bits, which would round large scores by more than 1, are in float32."""
     plain = [parameter for parameter in module.parameters() if type(parameter) is nn.Parameter]
     short = [parameter for parameter in plain if parameter.is_floating_point() and parameter.itemsize == 2]
     kept = [parameter.data for parameter in short]
@@ -392,8 +351,7 @@ def own_form(tables: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
 
 @contextlib.contextmanager
 def in_evaluation(module: nn.Module) -> Iterator[None]:
-    """Within it, a module is in evaluation mode, but for the layers of bitsandbytes: on some CPUs that mode brings weights
-    of 4 bits into a form that has no gradients, for good."""
+    """Within it, evaluation mode, but for bitsandbytes: on some CPUs weights of 4 bits would lose gradients for good."""
     modes = {part: part.training for part in module.modules()}
     try:
         for part in modes:

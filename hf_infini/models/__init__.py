@@ -1,2 +1,1 @@
-"""Models and configurations: all families of decoders, patching a loaded model and back, the from-scratch model,
-generation, adapters."""
+"""All families of decoders, patching a loaded model and back, the from-scratch model, generation, adapters."""

@@ -1,9 +1,8 @@
 """What a memory has learned, apart from the model: a folder of a few megabytes, put on the plain model with one call.
 
 `infini_adapter.json` has the options of [`patch_model`], and which model they were trained with;
-`infini_adapter.safetensors` has the parameters of the memory. A LoRA trained with them is beside them, saved by PEFT. PEFT
-alone would put it on a model without the memory: so `adapter_config.json` has a task type that PEFT refuses, and which says
-how to load it.
+`infini_adapter.safetensors` the parameters of the memory. A LoRA trained with them is beside them, saved by PEFT, but with a
+task type that PEFT refuses, and which says how to load it: PEFT would put it on a model without the memory.
 """
 
 import hashlib
@@ -39,7 +38,6 @@ def lora_config(model, **options):
     all modules in `modules_to_save`. What else the memory has learned is saved as it is now, and not trained.
 
     Args:
-        model: one with a memory.
         options: those of `LoraConfig`, such as `r=16`; your `modules_to_save` are added to the gates. Not given, `task_type`
             is "CAUSAL_LM", and `target_modules` are the ones that PEFT chooses for the plain model.
 
@@ -53,11 +51,12 @@ def lora_config(model, **options):
     if not gates:
         raise ValueError(f"a {type(model).__name__} has no memory to train beside a LoRA: patch_model() it first.")
     inside = inside_of(model)
+    kind = inside.config.model_type.removeprefix(PREFIX)
     names = dict.fromkeys(".".join(name.split(".")[-2:]) for name in gates)
     own: dict[str, Any] = {
         "task_type": "CAUSAL_LM",
         "modules_to_save": [*names, *(options.pop("modules_to_save", None) or ())],
-        "target_modules": TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(_own_type(inside)),
+        "target_modules": TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind),
     }
     config = LoraConfig(**own | options)
     if not hasattr(inside, "_base_is_plain"):
@@ -138,13 +137,12 @@ def merged(model) -> PreTrainedModel:
 
 
 def read_record(path, **hub) -> dict[str, dict]:
-    """`options` of [`patch_model`], and the `model` as [`describe`] tells it, of an adapter; errors as [`load_adapter`]."""
+    """An adapter's `options` of [`patch_model`], and `model`, as [`describe`] tells it; errors as [`load_adapter`]."""
     return json.loads(_file(path, RECORD, hub).read_text("utf-8"))
 
 
 def restore_adapter(model, path, **hub) -> None:
-    """Gives a model that has its memories already the parameters of [`save_adapter`]; its LoRA too, if it has one. Errors as
-    [`load_adapter`]."""
+    """Gives a model that has its memories what [`save_adapter`] wrote, also of its LoRA; errors as [`load_adapter`]."""
     state = model.state_dict(keep_vars=True)
     memory = {name: state[key] for name, key in _names_of(model).items()}
     tensors = _read_tensors(_file(path, WEIGHTS, hub), memory, {})
@@ -159,15 +157,14 @@ def restore_adapter(model, path, **hub) -> None:
 
 
 def describe(model) -> dict:
-    """What tells one plain model from another: its type, its sizes, a hash of its first weights, rounded to bfloat16 so that
-    it does not depend on the dtype that the model was loaded with; and signs of sums of them, most of which are the same
-    where weights are quantized."""
+    """What tells one plain model from another: its type, its sizes, a hash of its first weights in bfloat16, whatever dtype
+    it was loaded with; and signs of sums of them, most of which are the same where weights are quantized."""
     inside = inside_of(model)
     weight = next(inside.get_input_embeddings().parameters())  # before those of PEFT
     rows = weight[:1024].detach().to("cpu", torch.bfloat16).contiguous()
     sums = rows.float().flatten()[: rows.numel() // SIGNS * SIGNS].view(SIGNS, -1).sum(1)
     return {
-        "model_type": _own_type(inside),
+        "model_type": inside.config.model_type.removeprefix(PREFIX),
         "layers": inside.config.num_hidden_layers,
         "heads": inside.config.num_attention_heads,
         "width": inside.config.hidden_size,
@@ -177,8 +174,7 @@ def describe(model) -> dict:
 
 
 def _check_model(path, found: dict, wanted: dict) -> None:
-    """ValueError where an adapter, of the `wanted` model, was trained with another one than `found`; a warning where only
-    the weights differ a little."""
+    """ValueError where the model `found` is not the `wanted` one of an adapter; a warning where weights differ a little."""
     wanted = {"signs": None, **wanted}  # which earlier versions did not write
     if different := [name for name in found if name not in ("weights", "signs") and found[name] != wanted[name]]:
         names = "; ".join(f"{name} is {found[name]!r}, not {wanted[name]!r}" for name in different)
@@ -193,10 +189,6 @@ def _check_model(path, found: dict, wanted: dict) -> None:
         "are compared), as those of a quantized or fine-tuned model do: nothing was measured with these.",
         stacklevel=3,
     )
-
-
-def _own_type(inside) -> str:
-    return inside.config.model_type.removeprefix(PREFIX)
 
 
 def _memory_of(model, dtype: torch.dtype | None = None) -> tuple[dict, dict[str, Tensor]]:
@@ -218,8 +210,7 @@ def _write_memory(folder: Path, record: dict, tensors: dict[str, Tensor]) -> Non
 
 
 def _names_of(model) -> dict[str, str]:
-    """The names that the memories' tensors have in the model's state, by the number of the layer and their own name:
-    "3.gate.weight"."""
+    """The names of the memories' tensors in the model's state, by layer and their own name: "3.gate.weight"."""
     found = {}
     for layer_name, layer in memory_layers(model).items():
         for name in layer.state_dict(keep_vars=True):

@@ -1,7 +1,7 @@
 """Infini-attention in a decoder of transformers: mixins that come before its own base model and heads.
 
-No model code is copied. The layers are swapped in place ([`InfiniAttentionMixin`]); the base model makes what they share
-once for a call, [`SharedInputs`], and passes it down as a keyword.
+The layers are swapped in place ([`InfiniAttentionMixin`]); the base model makes what they share once for a call,
+[`SharedInputs`], and passes it down as a keyword.
 """
 
 import functools
@@ -30,21 +30,15 @@ class SavedModelMixin(HubCodeMixin, ModelBase):
     """Has a model saved with its code, and all its modules initialised; comes before `PreTrainedModel`."""
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, *args, save_code: bool = False, **kwargs):
-        """As usual.
-
-        Args:
-            save_code: whether the model's code is written beside it, so that it loads where hf_infini is not installed.
-                What is pushed has its code, and so has what was loaded by its code.
-        """
+        """As usual; `save_code`: whether the model's code is written beside it, so that it loads where hf_infini is not
+        installed. What is pushed has its code, and so has what was loaded by its code."""
         if save_code and is_main_process:
             self.config.save_pretrained(save_directory, save_code=True)  # then the folder has it
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
-        """As usual, but also for classes outside of transformers `_init_weights` is called for every module. There it passes
-        over modules whose own parameters are all initialised, and takes one without any (GPT-2's MLP) for such: the scaled
-        start of the projections inside would be lost. What was loaded is safe, as `_init_weights` writes only through
-        `transformers.initialization`."""
+        """As usual for transformers' own classes: in others `_init_weights` would pass over modules without parameters
+        (GPT-2's MLP, which has only modules), and the scaled start of the projections inside would be lost."""
         super()._initialize_weights(module, False)
 
 
@@ -82,8 +76,8 @@ class InfiniPreTrainedMixin(SavedModelMixin):
                     attention.hook = layer.register_forward_pre_hook(pass_on, with_kwargs=True)
 
     def __setattr__(self, name: str, value) -> None:
-        """As usual. `peft_config` is what PEFT sets on a model that it has wrapped: its configurations, by which the adapter
-        is put on a model of this one's name, perhaps the plain one."""
+        """As usual; `peft_config`, which PEFT sets, are the configurations by which an adapter is put on a model of this
+        one's name, perhaps the plain one."""
         super().__setattr__(name, value)
         if name == "peft_config" and hasattr(self, "_base_is_plain"):
             for adapter, config in value.items():
@@ -91,12 +85,8 @@ class InfiniPreTrainedMixin(SavedModelMixin):
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """As usual. The checkpoint may also be that of the own class, with the options of the memory by name; its layers are
-        then compared with what they compute there.
-
-        Raises:
-            ValueError: a layer computes something else with its memory empty.
-        """
+        """As usual. The checkpoint may also be that of the own class, with the options of the memory by name; ValueError
+        where a layer then computes something else with its memory empty."""
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
         if model.config.__dict__.pop("_from_other_type", False):
@@ -177,8 +167,7 @@ class InfiniModelMixin(ModelBase):
         self, places: int, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> dict[str | None, tuple[Tensor, ...]]:
         """The position embeddings of so many places, `[places, width]` each (one, if they are complex numbers), by the type
-        of layer where that matters; empty for a model without rotary positions. `dtype`, `device`: `None` for the model's.
-        """
+        of layer where that matters; empty without rotary positions. `dtype`, `device`: `None` for the model's."""
         rotary = getattr(self, "rotary_emb", None)
         if rotary is None:
             return {}
@@ -191,8 +180,8 @@ class InfiniModelMixin(ModelBase):
         return {k: (t[0],) if isinstance(t, Tensor) else tuple(table[0] for table in t) for k, t in found.items()}
 
     def _masks(self, layout: Layout, cache: InfiniCache | None):
-        """The masks of the layers with their own attention, as the own forward takes them ready-made. Types of which no such
-        layer is left get a mask of one number, so that nobody makes one that grows with the text."""
+        """The masks of the layers with their own attention, as the own forward takes them ready-made. Where no such layer is
+        left it is of one number, so that nobody makes one that grows with the text."""
         kinds = layer_kinds(self.config)
         masks: Any = dict.fromkeys(kinds, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=layout.positions.device))
         if len(self.config.infini_layers) < len(kinds):
@@ -216,8 +205,7 @@ def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
 
 
 def memory_mask_of(config, input_ids: Tensor | None, memory_mask: Tensor | None) -> Tensor | None:
-    """Which tokens of a call are written into a memory, `[batch, tokens]`: those of the mask (`None`: all), without the
-    configuration's special tokens where there are ids to know them by; `None`: all are."""
+    """Which tokens `[batch, tokens]` a memory takes in: those of the mask that are not special by their ids; `None`: all."""
     ids = set()
     for special in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
         ids |= set() if special is None else set(special) if isinstance(special, (list, tuple)) else {special}
@@ -231,17 +219,10 @@ def memory_mask_of(config, input_ids: Tensor | None, memory_mask: Tensor | None)
 def begin_call(
     model, ids, given: Tensor, rotary: dict, cache, use_cache: bool | None, output_attentions: bool | None, **masks
 ) -> tuple[SharedInputs, InfiniCache | None, bool]:
-    """What the layers of a model's call share; the call's cache; and whether it is among the outputs.
-
-    Args:
-        ids: of the tokens, or `None`; given: these, or the embeddings `[batch, tokens, width]`.
-        rotary: as in [`SharedInputs`].
-        use_cache, output_attentions: `None`: as the configuration says, but no cache in training.
-        masks: as [`segment_layout`] takes them, but the attention mask may also cover the past.
-
-    Raises:
-        ValueError: the cache or the mask do not go on from what the cache has read.
-    """
+    """What the layers of a model's call share; the call's cache; and whether it is among the outputs. ValueError where cache
+    or mask do not go on from what was read. `given`: the ids, or the embeddings `[batch, tokens, width]`; `use_cache`,
+    `output_attentions`: `None` is as the configuration says, but no cache in training; `masks`: as [`segment_layout`] takes
+    them, but the attention mask may also cover the past."""
     batch, tokens = given.shape[:2]
     if use_cache is None:
         use_cache = model.config.use_cache and not model.training
@@ -275,8 +256,8 @@ def begin_call(
 
 
 def mask_of_call(attention_mask: Tensor | None, batch: int, tokens: int, cache: InfiniCache | None) -> Tensor | None:
-    """The part of the mask that covers this call's tokens: `generate` passes it for the past as well, which is compared with
-    what the cache has read. ValueError for another shape, or another past."""
+    """The part of the mask that covers this call's tokens, without the past that `generate` passes as well. ValueError for
+    another shape, or a past that the cache has not read."""
     if attention_mask is None:
         return None
     past = 0 if cache is None else cache.get_seq_length()
@@ -292,8 +273,7 @@ def mask_of_call(attention_mask: Tensor | None, batch: int, tokens: int, cache: 
 
 
 def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
-    """`[batch or 1, tokens]`: positions that continue from the last one, for a call without positions. Positions given in
-    earlier calls may have gaps."""
+    """`[batch or 1, tokens]`: positions that continue from the last one, as those of earlier calls may have gaps."""
     state = None if cache is None else cache.state
     if state is None:
         return layout.positions
@@ -301,8 +281,8 @@ def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
 
 
 def check_positions(positions: Tensor, limit: int, remedy: str, counted: bool) -> None:
-    """ValueError for positions `[batch, tokens]` beyond an embedding of `limit` rows; in a graph of torch.compile the check
-    is part of it. `counted`: from 0 on, so that nothing is read where there are no more than the limit."""
+    """ValueError (RuntimeError in a graph) for positions `[batch, tokens]` beyond an embedding of `limit` rows. `counted`:
+    from 0 on, so that nothing is read where there are no more than the limit."""
     if counted and positions.shape[1] <= limit:
         return
     if torch.compiler.is_compiling():

@@ -1,6 +1,5 @@
 """The configuration and the models with Infini-attention of every family of decoders, made when they are asked for:
-`families.InfiniLlamaModel` is `LlamaModel` with the mixins of base.py before it, and so on for all of its heads.
-"""
+`families.InfiniLlamaModel` is `LlamaModel` with the mixins of base.py before it, and so on for all of its heads."""
 
 import functools
 import inspect
@@ -32,15 +31,11 @@ REFUSED = {
     "some of its layers are linear attention": ("minimax",),
     "it normalises queries and keys after their rotation": ("hunyuan_v1_dense", "hunyuan_v1_moe"),
 }
-# Auto classes that load a decoder, with the tables that say which class of a family they load
-AUTO_CLASSES = {
-    "AutoModel": modeling_auto.MODEL_MAPPING,
-    "AutoModelForPreTraining": modeling_auto.MODEL_FOR_PRETRAINING_MAPPING,
-    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-}
+# Auto classes that load a decoder
+AUTO_CLASSES = (
+    *("AutoModel", "AutoModelForPreTraining", "AutoModelForCausalLM", "AutoModelForSequenceClassification"),
+    *("AutoModelForTokenClassification", "AutoModelForQuestionAnswering"),
+)
 # Families that are known to go with it; others may, and say so when they are patched
 PROBED = (
     *("apertus", "arcee", "bitnet", "cohere", "cohere2", "ernie4_5", "exaone4", "exaone_moe", "gemma", "gemma2"),
@@ -71,11 +66,7 @@ class FamilyConfigMixin(InfiniConfigMixin):
 
 @functools.cache
 def infini_config(own: type[PreTrainedConfig]) -> type[FamilyConfigMixin] | type[InfiniGPT2Config]:
-    """The configuration class of a family with Infini-attention; `own`: that of the family, or one derived from it.
-
-    Raises:
-        ValueError: the family is known not to go with it; the message says why.
-    """
+    """The configuration class of a family, or of one derived from it, with Infini-attention; ValueError if it cannot be."""
     if issubclass(own, GPT2Config):
         return InfiniGPT2Config
     reason = next((reason for reason, types in REFUSED.items() if own.model_type in types), None)
@@ -149,10 +140,11 @@ def register_models(config: type[FamilyConfigMixin] | type[InfiniGPT2Config]) ->
     own = config.own_class
     classes = {}
     alias_tokenizer(own, config)
-    for auto_class, table in AUTO_CLASSES.items():
-        if own in table:
-            classes[auto_class] = infini_class(table[own])
-            getattr(transformers, auto_class).register(config, classes[auto_class], exist_ok=True)
+    for name in AUTO_CLASSES:
+        auto_class = getattr(transformers, name)
+        if own in auto_class._model_mapping:
+            classes[name] = infini_class(auto_class._model_mapping[own])
+            auto_class.register(config, classes[name], exist_ok=True)
     carry_code("models.families", **classes)
 
 

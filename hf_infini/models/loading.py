@@ -11,16 +11,9 @@ from ..layers.memory_layer import PARAMETERS, memory_layers
 
 
 def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
-    """The causal language model of a folder or Hub name, with all of its weights: none is random but those of a memory that
-    `options` add.
-
-    Args:
-        path: where the model is. Its code is not run, unless `trust_remote_code=True` is given.
-        options: those of `AutoModelForCausalLM.from_pretrained`, whose errors are raised, too.
-
-    Raises:
-        ValueError: weights are missing.
-    """
+    """The causal language model of a folder or Hub name, with the options and errors of `from_pretrained`. Its code is not
+    run, unless `trust_remote_code=True` is given. ValueError where weights are missing, but for those of a memory that the
+    options add."""
     options = {"trust_remote_code": False, "output_loading_info": True} | options
     model, info = AutoModelForCausalLM.from_pretrained(path, **options)
     new = tuple(f"{layer}.{name}" for layer in memory_layers(model) for name in PARAMETERS)
@@ -31,16 +24,9 @@ def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
 
 
 def load_tokenizer(path: str | Path, model: PreTrainedModel | None = None, **options) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or Hub name.
-
-    Args:
-        path: where the tokenizer is. Its code is not run, unless `trust_remote_code=True` is given.
-        model: that is to read its ids. If its configuration has a `tokenizer_sha256`, [`fingerprint`] must give the same.
-        options: those of `AutoTokenizer.from_pretrained`, whose errors are raised, too.
-
-    Raises:
-        ValueError: there is none, or it is the tokenizer of another model.
-    """
+    """The tokenizer of a folder or Hub name, with the options and errors of `from_pretrained`. Its code is not run, unless
+    `trust_remote_code=True` is given. ValueError where there is none, or where it is not that of the `model` that is to read
+    its ids: if the configuration has a `tokenizer_sha256`, [`fingerprint`] must give the same."""
     tokenizer = AutoTokenizer.from_pretrained(path, **{"trust_remote_code": False} | options)
     # Without files, transformers makes one of special tokens only
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):

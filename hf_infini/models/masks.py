@@ -1,7 +1,5 @@
-"""The masks of the layers that keep their own attention beside those with a memory.
-
-Those of transformers know documents in one call without padding, and these also documents that go on from a cache.
-"""
+"""The masks of the layers that keep their own attention beside those with a memory. Those of transformers know documents in
+one call without padding, and these also documents that go on from a cache."""
 
 import torch
 from torch import Tensor
@@ -13,11 +11,7 @@ from ..options import layer_kinds
 
 
 def kept_layers_masks(
-    config,
-    layout: Layout,
-    cache: InfiniCache | None,
-    dtype: torch.dtype,
-    written_out: bool = False,
+    config, layout: Layout, cache: InfiniCache | None, dtype: torch.dtype, written_out: bool
 ) -> dict[str, Tensor | None]:
     """The masks of the layers without a memory, by the type of layer: `[batch or 1, 1, tokens, keys]`, in the form that the
     model's attention implementation takes (of `dtype`, if they are added to scores); `None` where the kernel's own causal
@@ -61,8 +55,7 @@ def kept_layers_masks(
 
 
 def _documents(layout: Layout, tokens: int, past: int, documents: Tensor | None) -> Tensor | None:
-    """`[batch, past + tokens]`: the number of each column's document, −1 for padding; `None`: all are one. `documents`: of
-    the past."""
+    """`[batch, past + tokens]`: each column's document, −1 for padding; `None`: all are one. `documents`: of the past."""
     real, restart, batch = layout.real, layout.restart, len(layout.tokens_seen)
     if documents is None and real is None:
         return None

@@ -9,13 +9,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from ..compat.hub_code import HubConfigMixin
-from ..ops.rules import RULES
 from ..options import MemoryOptions, check_number, without_removed
 
 
 def checked(config_class: type) -> type:
-    """Decorator of a configuration: checks types and runs its validators, as transformers' own do, and raises what they find
-    as a ValueError of one line."""
+    """Decorator of a configuration: what its types and validators refuse is a ValueError of one line."""
     config_class = strict(config_class)
     init = config_class.__init__
 
@@ -40,11 +38,7 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
         """As usual, but options in `kwargs` count before the check. A plain model's configuration stays one where no
-        `segment_length` is given: PEFT asks the class of a patched model for the vocabulary of its checkpoint.
-
-        Raises:
-            ValueError: a value that cannot be.
-        """
+        `segment_length` is given: PEFT asks the class of a patched model for the vocabulary of its checkpoint."""
         kind = config_dict.get("model_type", cls.model_type)
         if kind == cls.own_class.model_type and "segment_length" not in kwargs:
             return cls.own_class.from_dict(config_dict, **kwargs)
@@ -70,7 +64,3 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
         for entry in dataclasses.fields(self):
             check_number(entry.name, getattr(self, entry.name), entry.metadata)
         super().__post_init__(**without_removed(kwargs))
-
-    def check_update_rule(self) -> None:
-        """ValueError where options mean nothing with the update rule."""
-        RULES[self.update_rule].check(vars(self))

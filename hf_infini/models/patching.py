@@ -12,15 +12,12 @@ from .structure import attention_layers, decoder_of
 
 
 def patch_model(model, **options):
-    """Gives a loaded decoder Infini-attention, in place.
+    """Gives a loaded decoder Infini-attention, in place, and returns it.
 
-    Modules and weights stay the same objects (optimisers, PEFT adapters and forward hooks keep working on them). The gates
-    and the other parameters of [`MemoryLayerMixin`] are added; a GPT-2's position embedding is set aside with
-    `position_encoding="rope"`. Class and configuration change too, so that the model saves as an `infini_gpt2`,
-    `infini_llama`, … and the Auto class that loaded it loads it patched. Other models attached to it stay as they are.
-
-    Each swapped layer is compared with what it computed before: attention over rotary positions, or none, that goes through
-    transformers' attention interface. A model that computes something else is refused, and stays as it was.
+    Modules and weights stay the same objects (optimisers, PEFT adapters and forward hooks keep working on them). Gates and
+    other parameters of the memory are added; a GPT-2's position embedding is set aside with `position_encoding="rope"`.
+    Class and configuration change too, so that the model saves as an `infini_gpt2`, `infini_llama`, … and the Auto class
+    that loaded it loads it patched. Each swapped layer is compared with what it computed before.
 
     Args:
         model: a whole decoder of transformers, such as a `GPT2LMHeadModel` or a `LlamaForCausalLM`, with any of its heads,
@@ -28,13 +25,10 @@ def patch_model(model, **options):
         options: those of [`MemoryOptions`], such as `segment_length=256`; for a GPT-2 also `position_encoding` of
             [`InfiniGPT2Config`]. A pretrained model needs `sink_tokens=4` and `gate_init=-4.0`, or much the same.
 
-    Returns:
-        The same model.
-
     Raises:
         ValueError: a model of another kind, one that is patched already, or one with cross-attention; a layer that computes
-            something else with its memory empty. Whatever else another family's attention raises, where it is called
-            otherwise than by its model; the model is as it was then, too.
+            something else with its memory empty. Whatever else an attention raises that is called otherwise than by its
+            model; the model is as it was then, too.
     """
     if isinstance(model, InfiniPreTrainedMixin):
         raise ValueError("this model has Infini-attention already; unpatch_model() it first to change its options.")
@@ -68,14 +62,9 @@ def patch_model(model, **options):
 
 
 def unpatch_model(model):
-    """Removes Infini-attention in place, and nothing else.
-
-    What [`patch_model`] added is dropped, trained or not. The model's own weights, and other changes to the model or its
-    configuration, stay as they are now; the position embedding that `position_encoding="rope"` had set aside comes back as
-    it was. A model that was loaded or built with Infini-attention becomes the plain one with the same weights.
-
-    Returns:
-        The same model.
+    """Removes Infini-attention in place, and returns the model. What [`patch_model`] added is dropped, trained or not, and
+    the position embedding that `position_encoding="rope"` had set aside comes back as it was; nothing else changes. A model
+    that was loaded or built with Infini-attention becomes the plain one with the same weights.
 
     Raises:
         ValueError: the model has no Infini-attention, or no position embedding to restore.

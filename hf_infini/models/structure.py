@@ -24,11 +24,7 @@ def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
 
 
 def decoder_layers(base: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
-    """A decoder's layers, each with its attention module, in order.
-
-    Raises:
-        ValueError: the model is not made of layers with one attention each.
-    """
+    """A decoder's layers, each with its attention module, in order; ValueError where it has not one in each."""
     count = base.config.num_hidden_layers
     for layers in base.children():
         if isinstance(layers, nn.ModuleList) and len(layers) == count:

@@ -2,10 +2,9 @@
 
     A = sigmoid(β) A_mem + (1 − sigmoid(β)) A_dot
 
-[`infini_attention`] makes the layout of a call and passes it to [`attend`], which the models call: the one seam where fused
-kernels can take the place of plain torch. There a call of one token is in step.py. All others process the grid of segments
-group by group, and pass the state from group to group. The size of a group is chosen so that intermediate results fit into
-the cache (CPU), or so that there are few kernel launches (GPU).
+[`infini_attention`] makes the layout of a call and passes it to [`attend`], which the models call, and where fused kernels
+can take the place of plain torch. A call of one token is in step.py. All others process the grid of segments in groups, of
+which the intermediate results fit into the cache (CPU), or which need few kernel launches (GPU).
 
 Shapes: the grid of the layout, `[B, S, C, H, D]`, is cut into groups `[B, N, H, C, D]` of `N` segments, heads before tokens,
 so that every product is one of contiguous matrices. `W` slots in a segment's window.
@@ -77,16 +76,8 @@ def infini_attention(
             to key/value head `h // (heads // kv_heads)`.
         gate: `[heads]`, the logit β.
         segment_length: tokens in a segment, L ≥ 1.
-        update_rule: "linear"; "delta", which writes values less what the memory already answers to their keys; or
-            "gated_delta", token by token with features less σ(0) of length one: M = α (M − β k kᵀ M) + β k vᵀ, read as q M.
-        feature_map: what makes positive features of the memory's queries and keys: "elu", ELU + 1 (the paper), or "exp".
-        local_segments: earlier segments that the softmax sees, 0 in the paper.
-        sink_tokens: how many first tokens of its document every query sees by softmax (attention sinks, arXiv 2309.17453);
-            the memory never takes them in. Fewer than a segment has; 0 in the paper.
-        kept_tokens: how many of the tokens that have left the window, but for sinks and what `memory_mask` leaves out, each
-            key/value head keeps by softmax and out of the memory: those with the highest score (see kept.py).
-        keep_score: "attention", the mean that a token received from the queries that saw it in the window; "learned", the
-            `learned_score`; or "half", half of the places for each.
+        update_rule, feature_map, local_segments, sink_tokens, kept_tokens, keep_score: as of [`MemoryOptions`]; the scores
+            of keep_score="learned" are `learned_score`. (Attention sinks: arXiv 2309.17453.)
         attention_mask: `[batch, tokens]`, 1 for real tokens; padding may be anywhere, is in no segment, and its output is
             zero.
         position_ids: `[batch, tokens]`; a real token whose position does not go beyond the one before it starts a new
@@ -130,12 +121,9 @@ def infini_attention(
 
 
 def attend(call: AttentionCall) -> Attended:
-    """What a model's layers call: output, state and local weights.
-
-    The weights, `[batch, heads, tokens, places]`, are there where `softmax.written_out`: column `c` is place `c` of the
-    query's window, first the sinks, seen once they have left its segments, then kept tokens, then the segments, the query's
-    own last.
-    """
+    """What a model's layers call: output, state and, where `softmax.written_out`, local weights, `[batch, heads, tokens,
+    places]`: column `c` is place `c` of the query's window, first the sinks, seen once they have left its segments, then
+    kept tokens, then the segments, the query's own last."""
     tokens, layout, rule = call.tokens, call.layout, call.rule
     if layout.kept_tokens:
         tokens = tokens._replace(score=first_scores(rule.keep_score, tokens.key, tokens.score))
@@ -197,8 +185,7 @@ def _group_size(layout: GridLayout, key: Tensor) -> int:
     """Segments that are worked on at a time: all in a graph, for the compiler keeps intermediate results small."""
     fits = layout.segments
     if not torch.compiler.is_compiling():
-        elements = key[:, :, :1].numel() * layout.slots
-        fits = GROUP_ELEMENTS.get(key.device.type, GROUP_ELEMENTS["cuda"]) // elements
+        fits = GROUP_ELEMENTS.get(key.device.type, GROUP_ELEMENTS["cuda"]) // (key[:, :, :1].numel() * layout.slots)
     if layout.kept_tokens:
         fits = min(fits, choosable_segments(layout, key))
     return max(1, fits)
@@ -213,11 +200,7 @@ def _weights_per_token(weights: Tensor, layout: GridLayout) -> Tensor:
 
 def choose(call: AttentionCall) -> tuple[Callable[[AttentionCall], Attended], str]:
     """What computes the call, the first of [`BACKENDS`] that fits, or the one whose name is forced; and what each says of it
-    up to that one.
-
-    Raises:
-        ValueError: a backend is forced that does not fit, or that there is not.
-    """
+    up to that one. ValueError where a backend is forced that does not fit, or that there is not."""
     forced, reasons = _forced[-1] if _forced else None, []
     for name, (fits, run) in BACKENDS.items():
         if forced in (None, name):
@@ -234,8 +217,7 @@ _forced: list[str | Callable[[AttentionCall], Attended]] = []
 
 @contextlib.contextmanager
 def forced_backend(backend: str | Callable[[AttentionCall], Attended]) -> Iterator[None]:
-    """Within it, calls are computed by the backend of this name, or raise a ValueError that says why they cannot; or by this
-    function."""
+    """Within it, calls are computed by this function, or by the backend of this name; ValueError where it does not fit."""
     _forced.append(backend)
     try:
         yield

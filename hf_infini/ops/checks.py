@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, cast, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -42,8 +42,7 @@ def check_kinds(function: Function) -> Function:
             check(args, kwargs)
         return function(*args, **kwargs)
 
-    result: Any = checked
-    return result
+    return cast(Function, checked)
 
 
 def _kinds(annotation: Any) -> tuple[type, ...]:
@@ -56,8 +55,7 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
 def check_arguments(
     query, key, value, gate, log_weight, learned_score, query_weight, rule, window, rotary, **numbers
 ) -> None:
-    """ValueError unless these arguments of [`infini_attention`] have the shapes that it says, and go with the update rule
-    and the window, and `numbers` are within [`LIMITS`]."""
+    """ValueError unless these arguments of [`infini_attention`] fit each other, and `numbers` are within [`LIMITS`]."""
     check_window(*window, rotary=rotary)
     for name, number in numbers.items():
         check_number(name, number, LIMITS[name])
@@ -102,9 +100,7 @@ def check_window(
         )
     places = places_of(segment_length, local_segments, sink_tokens, kept_tokens)
     if rotary is not None and any(len(table) != places for table in rotary):
-        raise ValueError(
-            f"rotary has {len(rotary[0])} places, and a window of these segments and sinks has {places}."
-        )
+        raise ValueError(f"rotary has {len(rotary[0])} places, and a window of these segments and sinks has {places}.")
 
 
 def check_shapes(

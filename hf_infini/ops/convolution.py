@@ -1,8 +1,8 @@
 """A short causal convolution over a document's tokens: what lets a memory learn which token came before which.
 
 A linear memory stores a value under the key of the same token. To recall what *followed* a token, the key must also depend
-on the token before. With two or three taps a single layer can learn this, which would otherwise take several layers
-(compare H3, arXiv 2212.14052, section 3, and Based, arXiv 2402.18668).
+on the token before: one layer learns this with two or three taps, and otherwise it takes several layers (H3, arXiv
+2212.14052, section 3; Based, arXiv 2402.18668).
 
 Shapes: `B` batch, `T` new tokens, `C` channels, `K` taps.
 """
@@ -16,13 +16,9 @@ from .layout.base import Layout
 def short_convolution(inputs: Tensor, weight: Tensor, layout: Layout, before: Tensor) -> tuple[Tensor, Tensor]:
     """`y_t = Σ_j w_j ⊙ x_{t−j}`, j = 0 … K − 1, over the real tokens of t's own document.
 
-    Padding is passed over, and nothing comes from another document, or from before a document's first token.
-
     Args:
-        inputs: `[B, T, C]`; weight: `[K, C]`, `weight[j]` for the token j places back.
-        layout: of these tokens.
-        before: `[B, K − 1, C]`, the last inputs of each row's document before this call, oldest first; zeros where there
-            is none.
+        inputs: `[B, T, C]`; weight: `[K, C]`, `weight[j]` for the token j places back; layout: of these tokens.
+        before: `[B, K − 1, C]`, the last inputs of each row's document before this call, oldest first; or zeros.
 
     Returns:
         `[B, T, C]` (padding means nothing), and `before` for the next call.

@@ -4,11 +4,7 @@ and all others are written into the memory, each once, in the order of their pos
 A score is known when its token leaves the window and then stays, and depends on nothing that is kept. So what is kept after
 any segment are the best of all that had left by then, whether they came in one call or in many: the choices of many segments
 are made at once, before any attention to kept tokens is computed. Ties go to the earlier token. A choice has no gradient.
-
-Sums of the same attention in another order differ by rounding, in float32 by some 10⁻⁷ of the score. Two tokens as close as
-that may change places between two ways to compute the same call, and an equally good one is kept. Rounding before comparing
-would not help: scores lie as often near the border of a rounding step as near each other. Equal scores, such as learned ones
-of zero, are equal whatever the order.
+Sums of attention in another order differ by some 10⁻⁷ (float32): of two tokens as close as that either may be kept.
 
 Shapes: `B` batch, `K` key/value heads, `N` segments, `C` slots of one, `R` scores of a token. What is kept has as many
 *places* as the option says, right-aligned, in the order of positions. The *rows* among which is chosen are what was kept
@@ -27,21 +23,16 @@ from .memory import KEEP_SCORES, MemoryRule
 from .state import InfiniState, Projections
 from .window import ScoreOptions, masked_scores
 
-# A token that is FADE times the kept tokens older must have received e times the attention. SmolLM2 with 252 tokens kept by
-# attention, nats from position 1,024 on in 3 rows of 8,192 training tokens, English and Portuguese: 3.854 and 3.735 with
-# 0.5, 3.845 and 3.718 with 1, 3.838 and 3.707 with 2, 3.845 and 3.714 with 4
-FADE = 2
+FADE = 2  # a token that is this times the kept tokens older must have received e times the attention
 LEAST = torch.finfo(torch.float32).tiny  # of attention, in the logarithm
 CHOICE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}  # rows times segments among which is chosen at a time
+# Of each segment that leaves, `[B, N]`, and of those that are read while they do, and after, `[B, N + 1]`
+Documents = tuple[Tensor, Tensor]
 
 
 class Kept(NamedTuple):
-    """Tokens of each row's document, `[B, K, tokens, …]` each.
-
-    Attributes:
-        position: the number of the token in its document, int64, `[B, K, tokens, 1]`; −1 where there is none, and the others
-            mean nothing. These are as in [`Projections`].
-    """
+    """Tokens of each row's document, `[B, K, tokens, …]` each, as in [`Projections`]; `position`: the number of the token in
+    its document, int64, `[B, K, tokens, 1]`; −1 where there is none, and the others mean nothing."""
 
     key: Tensor
     value: Tensor
@@ -85,25 +76,17 @@ class Kept(NamedTuple):
 
 
 def first_scores(keep_score: str, key: Tensor, learned: Tensor | None) -> Tensor:
-    """`[B, K, tokens, R]`, the scores of new tokens before any query has seen them, in float32 or wider; `learned` `[B, K,
-    tokens]`."""
+    """`[B, K, tokens, R]`, the scores of tokens that no query has seen, float32 or wider; `learned` `[B, K, tokens]`."""
     zeros = key.new_zeros(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32))
     found: Any = [learned if name == "learned" else zeros for name in KEEP_SCORES[keep_score]]
     return torch.stack([score.to(zeros) for score in found], -1).detach()
 
 
 @torch.no_grad()
-def received_attention(
-    query: Tensor, key: Tensor, mask: Tensor, asking: Tensor, softmax: ScoreOptions
-) -> Tensor:
+def received_attention(query: Tensor, key: Tensor, mask: Tensor, asking: Tensor, softmax: ScoreOptions) -> Tensor:
     """What each key receives of a softmax over all of them, without dropout: the sum over the queries, the mean over the
-    heads of its group, `[B, N, K, W]` in float32 or wider.
-
-    Args:
-        query: `[B, N, H, C, D]`; key: `[B, N, K, W, D]`.
-        mask: bool, True = visible, `[B or 1, N, 1, C, W]`.
-        asking: bool, which queries count, `[B, N, 1, C]`.
-    """
+    heads of its group, `[B, N, K, W]` in float32 or wider. query: `[B, N, H, C, D]`; key: `[B, N, K, W, D]`; mask: bool,
+    True = visible, `[B or 1, N, 1, C, W]`; asking: bool, which queries count, `[B, N, 1, C]`."""
     query = query.unflatten(2, (key.shape[2], -1)).flatten(3, 4)  # [B, N, K, heads of a group · C, D]
     group = query.shape[3] // asking.shape[-1]
     mask = mask.unsqueeze(-3).expand(*mask.shape[:-2], group, -1, -1).flatten(-3, -2)
@@ -113,9 +96,7 @@ def received_attention(
     return (asking.unsqueeze(-2) @ weights).squeeze(-2) / group
 
 
-def with_sinks_before(
-    compared: Tensor, keys: Tensor, layout: GridLayout, kept: Tensor, softmax: ScoreOptions
-) -> Tensor:
+def with_sinks_before(compared: Tensor, keys: Tensor, layout: GridLayout, kept: Tensor, softmax: ScoreOptions) -> Tensor:
     """Keys of windows as they are compared, `[B, N, K, W, D]`, whose sinks are turned right before so many kept tokens, `[B,
     N]`: a window without a gap is that of a plain model; `keys`: the same before any turn."""
     sinks = layout.sink_tokens
@@ -127,12 +108,9 @@ def with_sinks_before(
 
 
 def final_scores(keep_score: str, leaving: Kept, layout: Layout) -> Tensor:
-    """The scores of tokens that leave, `[B, N, K, C, R]`.
-
-    Of the attention a token has received that is the logarithm of the mean over its queries, which are those of its segment,
-    from itself on, and of the segments after it in the window; plus its position in units of [`FADE`] times the kept tokens.
-    So what is kept by attention fades: without the position ever more places would go to a few tokens of long ago.
-    """
+    """The scores of tokens that leave, `[B, N, K, C, R]`. Of attention, the logarithm of the mean over the queries that have
+    seen the token in the window, plus its position in units of [`FADE`] times the kept tokens: without the position ever
+    more places would go to a few tokens of long ago."""
     scores = leaving.score
     if "attention" not in KEEP_SCORES[keep_score]:
         return scores
@@ -143,13 +121,8 @@ def final_scores(keep_score: str, leaving: Kept, layout: Layout) -> Tensor:
 
 
 class KeptInGrid:
-    """What is kept while a call goes through the groups of its grid, from one to the next.
-
-    Attributes:
-        kept: before the group, and then after it.
-        scores: of the grid's tokens so far, `[B, w + segments, K, C, R]`; the first w segments are empty.
-        sees: whether what is seen still counts for them.
-    """
+    """What is kept while a call goes through the groups of its grid: `kept`, before the group, and then after it; and
+    `scores` of the grid's tokens so far, `[B, w + segments, K, C, R]`, of which the first w segments are empty."""
 
     def __init__(self, tokens: Projections, layout: GridLayout, rule: MemoryRule, state: InfiniState):
         self.layout, self.rule, self.sees = layout, rule, "attention" in KEEP_SCORES[rule.keep_score]
@@ -199,8 +172,8 @@ def choosable_segments(layout: GridLayout, key: Tensor) -> int:
 def with_kept(
     keys: Tensor, values: Tensor, mask: Tensor, seen: Kept, layout: GridLayout, softmax: ScoreOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, as they are compared, and values of windows, `[B, N, K, W, D]`, and their mask, with the kept tokens that they
-    see between sinks and segments."""
+    """Keys, as they are compared, values `[B, N, K, W, D]` and mask of windows, with the kept tokens that they see between
+    sinks and segments."""
     sinks, most = layout.sink_tokens, layout.most_kept
     if not most:
         return keys, values, mask
@@ -214,21 +187,11 @@ def with_kept(
 
 
 def keep_best(
-    kept: Kept,
-    leaving: Kept,
-    written: Tensor,
-    keep_score: str,
-    layout: Layout,
-    documents: tuple[Tensor, Tensor] | None = None,
+    kept: Kept, leaving: Kept, written: Tensor, keep_score: str, layout: Layout, documents: Documents | None = None
 ) -> tuple[Kept, Kept, Kept]:
     """What each segment sees of what is kept, `[B, N, K, places, …]`; what is kept after the last, `[B, K, places, …]`; and
-    what the memory takes in after each, `[B, N, K, C, …]`.
-
-    Args:
-        kept: before the first of the segments that leave the window one after the other; leaving: their tokens, `[B, N, K,
-            C, …]` each, scores as they are in a window.
-        written, documents: as in [`choose`].
-    """
+    what the memory takes in after each, `[B, N, K, C, …]`. `leaving`: the tokens of the segments that leave the window one
+    after the other, `[B, N, K, C, …]` each, scores as in a window; `written`, `documents`: as in [`choose`]."""
     scores = final_scores(keep_score, leaving, layout)
     rows = kept.map(lambda old, new: torch.cat([old, new.transpose(1, 2).flatten(2, 3)], 2), leaving._replace(score=scores))
     there = kept.position[:, 0, :, 0] >= 0
@@ -238,7 +201,7 @@ def keep_best(
 
 
 def choose(
-    scores: Tensor, there: Tensor, written: Tensor, shares: Sequence[int], documents: tuple[Tensor, Tensor] | None
+    scores: Tensor, there: Tensor, written: Tensor, shares: Sequence[int], documents: Documents | None
 ) -> tuple[Tensor, Tensor]:
     """Which rows are kept when each of the segments is read, and after the last, `[B, N + 1, K, places]`; and which are
     evicted after each, `[B, N, K, C]`; −1 for none. The work grows with the square of N.
@@ -247,8 +210,7 @@ def choose(
         scores: of the rows, final, `[B, K, places + N · C, R]`; shares: places for each of them.
         there: `[B, places]` bool, in which places anything was kept before.
         written: `[B or 1, N, C]` bool, which tokens there are to keep or evict.
-        documents: of each segment that leaves, `[B, N]`, and of those that are read while they do, and after, `[B, N + 1]`;
-            `None`: one.
+        documents: of the segments; `None`: one.
     """
     (batch, heads), (segments, slots), places = scores.shape[:2], written.shape[1:], there.shape[1]
     numbers = torch.arange(segments, device=scores.device).unsqueeze(1)

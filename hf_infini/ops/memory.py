@@ -5,16 +5,14 @@
     M ← M + σ(K)ᵀ V,  z ← z + Σ σ(k)                                   write by the linear rule, equation 4
     A = sigmoid(β) A_mem + (1 − sigmoid(β)) A_dot                      mix, equation 5
 
-"The paper" is Munkhdalai, Faruqui and Gopal, "Leave No Context Behind" (arXiv 2404.07143). Of padding and documents these
-functions see only the masks that they are given. [`MemoryRule`] is the linear rule; each other one is a subclass of it,
-called `Rule`, in a file of rules/.
+"The paper" is Munkhdalai, Faruqui and Gopal, "Leave No Context Behind" (arXiv 2404.07143). [`MemoryRule`] is the linear
+rule; each other one is a subclass of it, called `Rule`, in a file of rules/.
 
 Shapes: `B` batch, `N` segments, `C` tokens in a segment, `K` key/value heads, `R` queries of a segment that read a key/value
-head's memory, `D` head dimension, `E` value dimension. The heads come before the tokens, so that every product is one of
-contiguous matrices.
+head's memory, `D` head dimension, `E` value dimension. Heads come before tokens: products are of contiguous matrices.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,9 +31,8 @@ Written = tuple[Tensor, Tensor, Tensor | None]  # what [`MemoryRule.written`] re
 State = tuple[Tensor, Tensor]  # memory and normaliser
 
 
-# Positive features: those of section 2.1.2 of the paper, or exponential ones, with which σ(q)·σ(k) = Σ_d exp(q_d + k_d).
-# There, what a query looks for can outweigh tens of thousands of other tokens by a few units of x, where ELU(x) + 1 grows
-# linearly; sums of a million products still fit into float32
+# Positive features: those of section 2.1.2 of the paper, or exponential ones, with which σ(q)·σ(k) = Σ_d exp(q_d + k_d):
+# a few units of x outweigh tens of thousands of other tokens. Sums of a million products still fit into float32
 FEATURE_MAPS = {"elu": lambda x: F.elu(x).add_(1), "exp": lambda x: x.clamp(max=EXP_LIMIT).exp_()}
 
 
@@ -56,82 +53,49 @@ def running_sum(written: Tensor, incoming: Tensor, continues: Tensor | None = No
 
 @dataclass(frozen=True, eq=False)
 class MemoryRule:
-    """How a memory is written, read and mixed in: the options of [`infini_attention`] with these names. This is the linear
-    rule, as in the paper: a segment's values are added, M ← M + σ(K)ᵀ V,  z ← z + Σ σ(k)  (equation 4).
-
-    Here a memory has a normaliser z, the sum of the features that were written, by which reads are divided; and a token may
-    have one rate, the logarithm of its weight, which is added to its key before the feature map.
-
-    Attributes:
-        keep_score: which tokens are kept out of it, where some are.
-
-    What a rule says of itself:
-        update_rule: its name, that of its file in rules/.
-        normalised: whether its memory has a normaliser; otherwise the width of z is 0.
-        rates: numbers in a token's log weight.
-        not_with: values of other options that mean nothing with it: by name, the value and the reason.
-
-    Raises:
-        ValueError: an option has another value than those allowed, or one that does not go with the update rule.
-    """
+    """How a memory is written, read and mixed in, with the options of [`infini_attention`] of these names; ValueError for a
+    value that is not allowed. This is the linear rule, as in the paper: a segment's values are added (equation 4). Its
+    memory has a normaliser z, the sum of the features that were written, by which reads are divided; and a token may have
+    one rate, the logarithm of its weight, which is added to its key before the feature map."""
 
     feature_map: str = "elu"
     eps: float = EPS
     keep_score: str = "attention"
 
-    update_rule: ClassVar[str] = "linear"
-    normalised: ClassVar[bool] = True
-    rates: ClassVar[int] = 1
-    not_with: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    update_rule: ClassVar[str] = "linear"  # its name, that of its file in rules/
+    normalised: ClassVar[bool] = True  # whether its memory has a normaliser; otherwise the width of z is 0
+    rates: ClassVar[int] = 1  # numbers in a token's log weight
 
     def __post_init__(self):
         for name, allowed in {"feature_map": FEATURE_MAPS, "keep_score": KEEP_SCORES}.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
-        self.check(vars(self))
 
     @classmethod
     def of(cls, config: Any) -> "MemoryRule":
         """The rule with the options of a configuration, [`MemoryOptions`]."""
         return cls(feature_map=config.feature_map, keep_score=config.keep_score)
 
-    @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:
-        """ValueError where these options, by name, have a value that means nothing with this rule."""
-        for name, (value, reason) in cls.not_with.items():
-            if options.get(name) == value:
-                raise ValueError(f"update_rule={cls.update_rule!r} does not go with {name}={value!r}: {reason}.")
-
     def features(self, x: Tensor) -> Tensor:
         """σ(x), of any shape: positive, so that every denominator of equation 3 is."""
         return FEATURE_MAPS[self.feature_map](x)
 
     def written(self, key: Tensor, value: Tensor, log_weight: Tensor | None, mask: Tensor | None = None) -> Written:
-        """What these tokens write: their features σ(k + log w), their values, and, `[B, N, K, C, rates]` or `None`, the
-        log rates that the rule does not write as part of the features. Zero, but for the values, for tokens that are not to
-        be written.
-
-        Args:
-            key: `[B, N, K, C, D]`; value: `[B, N, K, C, E]`; log_weight: `[B, N, K, C, rates]`; `None`: zeros.
-            mask: bool, which tokens are written, of a shape that broadcasts to `[B, N, K, C, 1]`; `None`: all.
-        """
+        """What these tokens write: their features σ(k + log w), their values and the log rates that are not part of the
+        features, or `None`; zero, but for the values, where `mask` is False. key: `[B, N, K, C, D]`; value: `[B, N, K, C,
+        E]`; log_weight: `[B, N, K, C, rates]` or `None`, zeros; mask: bool, broadcasts to `[B, N, K, C, 1]`."""
         key = key if log_weight is None else key + log_weight.to(key.dtype)
         return self.features(key if mask is None else key.masked_fill(~mask, -torch.inf)), value, None  # σ(−∞) = 0
 
     def states(
-        self,
-        written: Written,
-        memory: Tensor,
-        normaliser: Tensor,
-        continues: Tensor | None = None,
+        self, written: Written, memory: Tensor, normaliser: Tensor, continues: Tensor | None = None
     ) -> tuple[State, State]:
         """Memory and normaliser before each segment, `[B, N, K, D, E]` and `[B, N, K, D]`, and after the last.
 
         Args:
             written: by the segments; nothing by a segment whose document has ended when it is written.
             memory, normaliser: before the first segment, `[B, K, D, E]` and `[B, K, D]`.
-            continues: `[B, N]` bool, whether the state after the segment still belongs to the document of the one before it,
-                or begins again at zero; `None`: it does.
+            continues: `[B, N]` bool, False where the state begins again at zero behind the segment; `None`: nowhere.
         """
         features, value, _ = written
         memories, last_memory = running_sum(features.mT @ value, memory, continues)
@@ -139,27 +103,16 @@ class MemoryRule:
         return (memories, normalisers), (last_memory, last_normaliser)
 
     def read(self, features: Tensor, memory: Tensor, normaliser: Tensor) -> Tensor:
-        """σ(q) M / (σ(q) z + ε), equation 3, for every segment at once.
-
-        Args:
-            features: σ(q), `[B, N, K, R, D]`; memory: `[B, N, K, D, E]`; normaliser: `[B, N, K, D]`.
-
-        Returns:
-            What was read, `[B, N, K, R, E]`.
-        """
+        """σ(q) M / (σ(q) z + ε), equation 3, `[B, N, K, R, E]`; features: σ(q), `[B, N, K, R, D]`; memory: `[B, N, K, D,
+        E]`; normaliser: `[B, N, K, D]`."""
         read = product(features, memory)
         inverse = (product(features, normaliser.unsqueeze(-1)) + self.eps).reciprocal()
         return read * inverse if read.requires_grad else read.mul_(inverse)
 
     def mix(self, local: Tensor, query: Tensor, state: State, gate: Tensor, filled: Tensor) -> Tensor:
-        """(1 − s) · local + s · read, equation 5, computed in the dtype of the memory and returned in that of `local`; the
-        memory's share s is sigmoid(β).
-
-        Args:
-            local: what the window gives, `[B, N, H, C, E]`.
-            query: `[B, N, H, C, D]`; state: M `[B, N, K, D, E]` and z `[B, N, K, D]`; gate: β, `[H]`.
-            filled: where the memory holds anything, of a shape that broadcasts; elsewhere s is 0.
-        """
+        """(1 − s) · local + s · read, equation 5, computed in the dtype of the memory and returned in that of `local`; s is
+        sigmoid(β), or 0 where the memory is not `filled`. local: what the window gives, `[B, N, H, C, E]`; query: `[B, N, H,
+        C, D]`; state: M `[B, N, K, D, E]` and z `[B, N, K, D]`; gate: β, `[H]`."""
         dtype, kv_heads = state[0].dtype, state[0].shape[2]
         features = self.features(query.to(dtype)).unflatten(2, (kv_heads, -1)).flatten(3, 4)
         read = self.read(features, *state).unflatten(3, (-1, query.shape[3])).flatten(2, 3)
@@ -168,14 +121,13 @@ class MemoryRule:
 
     @classmethod
     def parameters(cls, heads: int, width: int) -> dict[str, Tensor]:
-        """The first values of what a layer of so many key/value heads, with an input of so many numbers, learns for this
-        rule, by the names of its parameters; the same for all numbers of the input."""
+        """The first values of what a layer of so many key/value heads learns for this rule, by name; `width`: of the layer's
+        input, for all numbers of which they are the same."""
         return {}
 
     @staticmethod
     def log_rates(inputs: Tensor, **parameters: Tensor) -> Tensor:
-        """The logarithms of a token's rates, `[B, K, tokens, rates]`, from the layer's input `[B, tokens, width]`; only for
-        a rule with parameters."""
+        """Tokens' log rates, `[B, K, tokens, rates]`, of the layer's input `[B, tokens, width]`; only with parameters."""
         raise NotImplementedError
 
     # The reference, for one row: heads of `[heads, tokens, D]`; it uses nothing of the above

@@ -106,8 +106,7 @@ def _widen(tensor: Any, state: InfiniState) -> Any:
 
 @dataclass
 class _Token:
-    """A token, for one key/value head: its key, value, log weight (`None`: 0) and scores (of attention a sum over the
-    queries); its number in the document; whether the memory skips it."""
+    """A token, for one key/value head; of a `score` by attention the sum over the queries; `number`: in the document."""
 
     key: Tensor
     value: Tensor
@@ -178,8 +177,7 @@ class _Head:
         return output
 
     def receive(self, scores, seen):
-        """Adds to the window's tokens the mean over the group of a softmax over all that is not kept; `scores`: `[group,
-        places seen]`."""
+        """Adds the mean over the group of a softmax over all that is not kept; `scores`: `[group, places seen]`."""
         columns = [column for column, place in enumerate(seen) if not self.sink_tokens <= place < self.ahead]
         weights = torch.softmax(scores[:, columns], -1).mean(0)
         for weight, column in zip(weights, columns, strict=True):
@@ -188,8 +186,7 @@ class _Head:
                 token.score = torch.cat([token.score[:1] + weight, token.score[1:]])
 
     def turned(self, states, seen):
-        """Queries or keys `[…, tokens, head_dim]` turned by their places in the window; sinks come right before what is
-        kept."""
+        """Queries or keys turned by their places in the window; sinks come right before what is kept."""
         if self.of.rotary is None:
             return states
         empty = self.places[self.sink_tokens : self.ahead].count(None)

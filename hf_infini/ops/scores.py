@@ -30,17 +30,9 @@ def general_scores(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
     return query @ weight @ key.mT
 
 
-def additive_scores(
-    query: Tensor, key: Tensor, weight: Tensor, vector: Tensor, added_key: Tensor | None = None
-) -> Tensor:
-    """vᵀ tanh(W[q; k]) with a matrix and a vector for each head.
-
-    Needs memory for `B · H · Q · K · A` numbers: it is no product of queries and keys, so no fused kernel computes it.
-
-    Args:
-        weight: `[H, A, 2D]`, its first half for the query; vector: `[H, A]`.
-        added_key: `[Q, K, D]`, added to the key of each pair (relative positions), or `None`.
-    """
+def additive_scores(query: Tensor, key: Tensor, weight: Tensor, vector: Tensor, added_key: Tensor | None = None) -> Tensor:
+    """vᵀ tanh(W[q; k]) with a matrix and a vector for each head: weight `[H, A, 2D]`, its first half for the query, vector
+    `[H, A]`. Needs memory for `B · H · Q · K · A` numbers. `added_key`: `[Q, K, D]`, added to the key of each pair."""
     for_query, for_key = weight.mT.chunk(2, 1)  # [H, D, A] each
     hidden = (query @ for_query).unsqueeze(3) + (key @ for_key).unsqueeze(2)  # [B, H, Q, K, A]
     if added_key is not None:
@@ -56,11 +48,8 @@ def visible_softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def as_dot_product(score: str, query: Tensor, weight: Tensor | None) -> tuple[Tensor, float]:
-    """The query and the factor with which a score is `factor · queryᵀ key`: what fused kernels take.
-
-    Args:
-        score: `"scaled_dot"`, `"dot"` or `"general"` (whose weight is `[H, D, D]`).
-    """
+    """The query and the factor with which a score, `"scaled_dot"`, `"dot"` or `"general"` (with its weight `[H, D, D]`), is
+    `factor · queryᵀ key`: what fused kernels take."""
     if score == "general":
         if weight is None:
             raise ValueError("score='general' needs its weight, [heads, head_dim, head_dim].")

@@ -15,26 +15,17 @@ from .window import ScoreOptions
 
 # The fields of a state that hold a window, in the order of those of [`Projections`] after the query
 WINDOWS = ("local_key", "local_value", "local_log_weight", "local_score")
+COUNTS = ("tokens_seen", "last_position", "memory_tokens")  # those that a layout has for the state after it
 
 
 class Projections(NamedTuple):
-    """What attention is computed from.
+    """What attention is computed from; not rotated: [`ScoreOptions`] says how the window is."""
 
-    Attributes:
-        query: `[batch, heads, tokens, head_dim]`; key: `[batch, kv_heads, tokens, head_dim]`; value: `[batch, kv_heads,
-            tokens, value_dim]`.
-        log_weight: `[batch, kv_heads, tokens, rates]`, logarithms of the update rule's rates of each token. A single one is
-            added to the keys that the memory takes in: with exponential features a token's weight. `None`: zeros.
-        score: `[batch, kv_heads, tokens, scores]`, float32 or wider, what decides which tokens are kept; `None` without any.
-
-    None of them is rotated: [`ScoreOptions`] says how the window is.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    log_weight: Tensor | None = None
-    score: Tensor | None = None
+    query: Tensor  # `[batch, heads, tokens, head_dim]`
+    key: Tensor  # `[batch, kv_heads, tokens, head_dim]`
+    value: Tensor  # `[batch, kv_heads, tokens, value_dim]`
+    log_weight: Tensor | None = None  # `[batch, kv_heads, tokens, rates]`, logs of the update rule's rates; `None`: zeros
+    score: Tensor | None = None  # `[batch, kv_heads, tokens, scores]`, float32 or wider: which tokens are kept
 
 
 @dataclass(frozen=True)
@@ -58,10 +49,10 @@ class InfiniState:
         local_skipped: `[batch, P]` bool: which tokens of the window `memory_mask` keeps out of the memory; `None`: none.
         tokens_seen: `[batch]`, int64: real tokens of the row's current document.
         last_position: `[batch]`, int64: position id of the last real token, −1 before the first.
-        memory_tokens: `[batch]`, int64: tokens of the row's current document that the memory holds. Without any it is empty
-            and not read.
-        recent_inputs: `[batch, taps − 1, channels]`, what a short convolution before the memory still needs of the row's
-            document, oldest first and zero where there is none; `None` without a convolution.
+        memory_tokens: `[batch]`, int64: tokens of the row's current document that the memory holds; without any it is not
+            read.
+        recent_inputs: `[batch, taps − 1, channels]`, what the short convolution still needs of the row's document, oldest
+            first and zero where there is none; `None` without a convolution.
     """
 
     memory: Tensor
@@ -136,13 +127,8 @@ class InfiniState:
         return self.local_key, self.local_value, self.local_log_weight, self.local_score
 
     def checked_for(self, tokens: Projections, places: int, normalised: bool) -> "InfiniState":
-        """The state that a call of these tokens continues, with a window of so many `places`, and with or without a
-        normaliser. The window gets the wider dtype of the two, because one call may run under autocast and the next one
-        without.
-
-        Raises:
-            ValueError: the state is of another shape than the call.
-        """
+        """The state that a call of these tokens continues, with so many `places` and perhaps a normaliser, or a ValueError.
+        The window gets the wider dtype of the two: one call may run under autocast and the next one without."""
         shapes = [None if part is None else (*part.shape[:2], places, part.shape[3]) for part in tokens[1:]]
         wanted: dict[str, Any] = dict(zip(WINDOWS, shapes, strict=True))
         wanted["normaliser"] = (*tokens.key.shape[:2], tokens.key.shape[3] if normalised else 0)
@@ -157,13 +143,13 @@ class InfiniState:
         return self.map_windows(lambda window, new: window.to(torch.promote_types(window.dtype, new.dtype)), tokens)
 
     def map_windows(self, function: Callable[..., Tensor], *tokens: Projections) -> "InfiniState":
-        """The state with `function(window, *new)` for each of its windows; new: what the tokens have for the same."""
+        """The state with `function(window, *what the tokens have for the same)` for each of its windows."""
         windows = zip(WINDOWS, self.windows(), *(each[1:] for each in tokens), strict=True)
         return replace(self, **{name: None if old is None else function(old, *new) for name, old, *new in windows})
 
     def after(self, layout, **tensors: Tensor | None) -> "InfiniState":
         """The state after a call with this [`Layout`], which left these memory, normaliser and windows."""
-        counts = {name: getattr(layout, name) for name in ("tokens_seen", "last_position", "memory_tokens")}
+        counts = {name: getattr(layout, name) for name in COUNTS}
         return replace(self, local_skipped=layout.next_skipped, **counts, **tensors)
 
     def map(self, function) -> "InfiniState":
@@ -184,24 +170,16 @@ class InfiniState:
 
 
 class AttentionCall(NamedTuple):
-    """What [`attend`] computes: [`infini_attention`] on a layout that is already made.
+    """What [`attend`] computes: [`infini_attention`] on a layout that is already made."""
 
-    Attributes:
-        tokens: with the `learned_score` for the score.
-        layout: [`segment_layout`] of the tokens.
-        state: that they continue.
-        return_state: whether the state after them is wanted.
-        in_place: a single token may overwrite the given state.
-    """
-
-    tokens: Projections
+    tokens: Projections  # with the `learned_score` for the score
     gate: Tensor
-    layout: Any  # a StepLayout or a GridLayout, as `fits` has found
+    layout: Any  # [`segment_layout`] of the tokens: a StepLayout or a GridLayout, as `fits` has found
     rule: MemoryRule
     softmax: ScoreOptions
-    state: InfiniState
+    state: InfiniState  # that the tokens continue
     return_state: bool = False
-    in_place: bool = False
+    in_place: bool = False  # a single token may overwrite the given state
 
 
 # What [`attend`] returns: the output; the state, and the local weights, which may be `None` where they are not asked for

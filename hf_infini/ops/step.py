@@ -1,8 +1,7 @@
 """One more token for every row, the step that `generate` repeats: its layout, [`StepLayout`], and equations 2 to 5 on the
 window itself instead of a grid.
 
-A step writes its key and value into the row's next slot of the window and attends to the window and the memory; a row whose
-segment is full then writes the oldest segment of its window into the memory, and moves the window one segment on.
+A row whose segment is full writes the oldest segment of its window into the memory, and moves the window one segment on.
 """
 
 from collections.abc import Callable
@@ -17,38 +16,30 @@ from .kept import Kept, keep_best
 from .layout.base import Layout, last_position, pad
 from .memory import KEEP_SCORES, MemoryRule
 from .products import are_few, product
-from .state import WINDOWS, Attended, AttentionCall, InfiniState
+from .state import COUNTS, WINDOWS, Attended, AttentionCall, InfiniState
 from .window import ScoreOptions, masked_scores, softmax_weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentBorder(Layout):
-    """What leaves the window of the rows that complete a segment.
+    """What leaves the window of the rows that complete a segment."""
 
-    Attributes:
-        completing: `[batch]` bool, whether the row's segment is complete; `None`: no row's.
-        complete_rows: the numbers of those rows; `None`: not known.
-        oldest_numbers: `[batch, L]`, the numbers, in their document, of the tokens of the window's oldest segment; taken_in:
-            `[batch, L]` bool, which of them leave it now: the memory takes them in, but for kept tokens.
-    """
-
-    completing: Any
-    complete_rows: Tensor | None
-    oldest_numbers: Any = None
-    taken_in: Any = None
+    completing: Any  # `[batch]` bool, whether the row's segment is complete; `None`: no row's
+    complete_rows: Tensor | None  # the numbers of those rows; `None`: not known
+    oldest_numbers: Any = None  # `[batch, L]`, the numbers in their document of the tokens of the window's oldest segment
+    taken_in: Any = None  # `[batch, L]` bool, which of them leave it now: the memory takes them in, but for kept tokens
 
     def oldest(self, window: Tensor) -> Tensor:
         """The oldest segment of the window, `[batch, heads, L, dim]`."""
         return window[:, :, self.ahead : self.ahead + self.segment_length]
 
     def shift(self, window: Tensor) -> Tensor:
-        """The window with each of its segments, but for the oldest, one segment on."""
+        """The window without its oldest segment, the others moved one segment on."""
         segments = pad(window[:, :, self.ahead + self.segment_length :], (0, 0, 0, self.segment_length))
         return torch.cat([window[:, :, : self.ahead], segments], 2) if self.ahead else segments
 
     def in_complete_rows(self, function: Callable[..., tuple[Tensor, ...]], *old: Tensor) -> tuple[Tensor, ...]:
-        """What `function(taken_in, oldest_numbers, *old)` makes of tensors `[batch, …]` in the rows that complete a segment;
-        `old` in the others."""
+        """`function(taken_in, oldest_numbers, *old)` in rows that complete a segment, `old` `[batch, …]` in the others."""
         given = (self.taken_in, self.oldest_numbers, *old)
         if self.complete_rows is not None:
             new = function(*(part[self.complete_rows] for part in given))
@@ -61,20 +52,13 @@ class SegmentBorder(Layout):
 def segment_border(
     state: InfiniState, sizes: dict[str, Any], completing: Tensor | None, complete_rows: Tensor | None
 ) -> SegmentBorder:
-    """What any layer's state, with the row's last token, says of rows that complete a segment with it; and the counts behind
-    that border. `sizes`: of the window, by their names in [`Layout`]; the others as in [`SegmentBorder`]."""
+    """The border of the rows that complete a segment with the last token of any layer's state, and the counts behind it.
+    `sizes`: of the window, by their names in [`Layout`]; the others as in [`SegmentBorder`]."""
     length, local, sinks, kept_tokens = sizes.values()
     last, skipped = state.tokens_seen.unsqueeze(1) - 1, state.local_skipped
-    border = SegmentBorder(
-        **sizes,
-        positions=last,
-        tokens_seen=state.tokens_seen,
-        last_position=state.last_position,
-        memory_tokens=state.memory_tokens,
-        next_skipped=skipped,
-        completing=completing,
-        complete_rows=complete_rows,
-    )
+    given: dict[str, Any] = sizes | {name: getattr(state, name) for name in COUNTS}
+    given |= {"positions": last, "next_skipped": skipped, "completing": completing, "complete_rows": complete_rows}
+    border = SegmentBorder(**given)
     if completing is None:
         return border
     numbers = (last // length - local) * length + torch.arange(length, device=last.device)
@@ -90,32 +74,20 @@ def segment_border(
 
 @dataclass(frozen=True, kw_only=True)
 class StepLayout(SegmentBorder):
-    """Where the one new token of each row goes, each at its own place in its window.
+    """Where the one new token of each row goes. Only tensors tell one step from another, so that one graph of torch.compile
+    does for all. Outside of a graph, `seen` and what is `None` say what need not be computed."""
 
-    Only tensors tell one step from another, so that one graph of torch.compile does for all. Outside of a graph, `seen` and
-    what is `None` say what need not be computed.
-
-    Attributes:
-        rows: `[batch]`, their numbers; slot: `[batch]`, the place of the row's token in its window.
-        sink: `[batch]`, the place that the token also takes among the sinks, or its slot; `None`: none is a sink.
-        seen: the part of the window that any row sees; visible: `[batch, 1, 1, places of it]` bool, what each row sees of
-            it; unkept: the same without kept tokens; `None`: the same.
-        turned: as what places its keys are turned, `[batch, places of it]`: sinks come right before what is kept; or `seen`.
-        filled: `[batch, 1, 1, 1, 1]` bool, whether the memory holds any token of the row's document.
-    """
-
-    rows: Tensor
-    slot: Tensor
-    sink: Tensor | None
-    seen: slice
-    visible: Tensor
-    unkept: Tensor | None
-    turned: slice | Tensor
-    filled: Tensor
+    rows: Tensor  # `[batch]`, their numbers
+    slot: Tensor  # `[batch]`, the place of the row's token in its window
+    sink: Tensor | None  # `[batch]`, the place that it also takes among the sinks, or its slot; `None`: none is a sink
+    seen: slice  # the part of the window that any row sees
+    visible: Tensor  # `[batch, 1, 1, places of it]` bool, what each row sees of it
+    unkept: Tensor | None  # the same without kept tokens; `None`: the same
+    turned: slice | Tensor  # as what places its keys are turned, `[batch, places of it]`, or `seen`
+    filled: Tensor  # `[batch, 1, 1, 1, 1]` bool, whether the memory holds any token of the row's document
 
     def put(self, window: Tensor, new: Tensor, in_place: bool = False) -> Tensor:
-        """The window, `[batch, heads, places, dim]`, with the new tokens `[batch, heads, 1, dim]` in their slots;
-        `in_place`: written into the given one where that may be."""
+        """The window with the new tokens `[batch, heads, 1, dim]` in their slots; `in_place`: if it may, the given one."""
         if torch.compiler.is_compiling():  # for others a graph makes a new one anyway
             in_place = in_place and self.completing is None
         elif in_place:  # an initial window is one zero seen many times; one of inference mode may be written only there
@@ -141,13 +113,9 @@ def step_layout(
     read_back: bool,
     completes_segments: bool = True,
 ) -> StepLayout:
-    """The layout of one more token for every row's document, with masks as bool.
-
-    Args:
-        sizes: of the window, by their names in [`Layout`].
-        read_back: whether values may be read back from the device.
-        completes_segments: `False`: the call leaves the border of a segment to whoever calls, and no row lacks a sink.
-    """
+    """The layout of one more token for every row's document, with masks as bool. `sizes`: as of [`segment_border`];
+    `read_back`: whether values may be read back from the device; not `completes_segments`: the call leaves the border of a
+    segment to whoever calls, and no row lacks a sink."""
     length, local, sinks, kept_tokens = sizes.values()
     seen, left, skipped, ahead = state.tokens_seen, state.tokens_left(), state.local_skipped, sinks + kept_tokens
     after = seen + (1 if real is None else real[:, 0].long())
@@ -169,9 +137,7 @@ def step_layout(
     if has_gap:
         visible = visible & ((places < sinks) | (places >= sinks + empty[:, None]))
         turned = torch.where(places < sinks, places + empty[:, None], places)
-    unkept = None
-    if kept_tokens:
-        unkept = (visible & ((places < sinks) | (places >= ahead)))[:, None, None]
+    unkept = (visible & ((places < sinks) | (places >= ahead)))[:, None, None] if kept_tokens else None
     if memory_mask is not None or skipped is not None:
         new = torch.zeros_like(rows, dtype=torch.bool) if memory_mask is None else ~memory_mask[:, 0]
         new = new if real is None else new & real[:, 0]
@@ -234,19 +200,16 @@ def attend_step(call: AttentionCall) -> Attended:
     return output, state.after(layout), weights
 
 
-def _add_received(
-    scores: Tensor, query: Tensor, keys: Tensor, layout: StepLayout, softmax: ScoreOptions
-) -> None:
-    """Adds the attention that the window's tokens receive from the query to their scores, `[B, K, places, R]`; `query`: `[B,
-    K, heads of a group, D]`; `keys`: what it sees, as they are compared."""
+def _add_received(scores: Tensor, query: Tensor, keys: Tensor, layout: StepLayout, softmax: ScoreOptions) -> None:
+    """Adds the attention that the window's tokens receive from the query `[B, K, heads of a group, D]` to their scores `[B,
+    K, places, R]`; `keys`: what it sees, as they are compared."""
     received = masked_scores(query.detach(), keys.detach(), layout.unkept, softmax).softmax(-1, dtype=scores.dtype).mean(2)
     received = received if layout.real is None else received * layout.real.unsqueeze(2)
     scores[:, :, layout.ahead : layout.seen.stop, 0] += received[:, :, layout.ahead :]
 
 
 def with_segments_complete(rule: MemoryRule, state: InfiniState, border: SegmentBorder) -> InfiniState:
-    """The state whose rows that complete a segment have written the oldest one of their window, and moved the window on; its
-    counts are as they were."""
+    """The state whose rows that complete a segment have written the oldest one of their window; its counts stay."""
     if border.completing is None:
         return state
 

@@ -1,5 +1,5 @@
 """Softmax inside the window: every query sees its own segment up to itself, the whole of the `w` segments before it, and the
-first `S` tokens of its document (attention sinks), wherever it is.
+first `S` tokens of its document (attention sinks).
 
     A_dot = softmax(scaling · Q Kᵀ) V                                  equation 2
 
@@ -24,28 +24,17 @@ FEW_QUERIES = 128
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """How the softmax of a window is computed.
+    """How the softmax of a window is computed."""
 
-    Attributes:
-        scaling: factor of the dot products; `None`: `head_dim ** -0.5`.
-        dropout: probability with which a weight is dropped.
-        written_out: by plain operations instead of a fused kernel.
-        softcap: scores s become `softcap · tanh(s / softcap)` (Gemma 2), and are then written out; `None`: they stay.
-        rotary: tables `[places, …]`, what is known of every place of the window, such as the [`rotation`] of their numbers:
-            the token in place p is turned as one in position p of a text. Only distances count, so that neither the length
-            of a text nor the precision of large numbers matters. `None`: nothing is turned.
-        turn: function of states `[…, tokens, head_dim]` and the rows of the tables for these tokens, which broadcast to
-            them; returns a tensor like the states.
-        query_weight: `[heads, head_dim, head_dim]`, what turned queries are multiplied by; `None`: nothing.
-    """
-
-    scaling: float | None = None
-    dropout: float = 0.0
-    written_out: bool = False
-    softcap: float | None = None
+    scaling: float | None = None  # factor of the dot products; `None`: `head_dim ** -0.5`
+    dropout: float = 0.0  # probability with which a weight is dropped
+    written_out: bool = False  # by plain operations instead of a fused kernel
+    softcap: float | None = None  # scores s become `softcap · tanh(s / softcap)` (Gemma 2), and are then written out
+    # Tables `[places, …]`, such as the [`rotation`] of the places' numbers: the token in place p of the window is turned as
+    # one in position p of a text, for only distances count
     rotary: tuple[Tensor, ...] | None = None
-    turn: Callable[..., Tensor] = rotate
-    query_weight: Tensor | None = None
+    turn: Callable[..., Tensor] = rotate  # of states `[…, tokens, head_dim]` and their rows of the tables, which broadcast
+    query_weight: Tensor | None = None  # `[heads, head_dim, head_dim]`, what turned queries are multiplied by
 
     def compared_keys(self, key: Tensor, places: slice | Tensor) -> Tensor:
         """Keys `[…, tokens, head_dim]` of these places of the window, as they are compared with queries; or `[batch, heads,
@@ -69,15 +58,10 @@ class ScoreOptions:
 def window_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: ScoreOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Softmax attention inside the window, for many segments in one call.
-
-    Args:
-        query: `[B, N, H, C, D]`; key and value: `[B, N, K, W, D]`; where a slot is empty the result means nothing.
-        mask: bool, True = visible, `[B or 1, N, 1, C, W]`; `None`: every slot of a full window up to the query's own.
-
-    Returns:
-        The output `[B, N, H, C, D]`; where `softmax.written_out`, the weights `[B, N, H, C, W]`.
-    """
+    """Softmax attention inside the window, for many segments in one call: the output `[B, N, H, C, D]`, which means nothing
+    where a slot is empty, and, where `softmax.written_out`, the weights `[B, N, H, C, W]`. query: `[B, N, H, C, D]`; key and
+    value: `[B, N, K, W, D]`; mask: bool, True = visible, `[B or 1, N, 1, C, W]`; `None`: every slot of a full window up to
+    the query's own."""
     slots, width, heads_per_key = query.shape[-2], key.shape[-2], query.shape[2] // key.shape[2]
     written_out = softmax.written_out or softmax.softcap or _fused_gradient_is_slow(query, key, value)
     # Torch's kernel for CPUs reads keys and values where they are, for all heads that share them; others would not be fused
@@ -106,11 +90,8 @@ def _fused_gradient_is_slow(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def softmax_weights(query: Tensor, key: Tensor, mask: Tensor | None, softmax: ScoreOptions, dtype: torch.dtype) -> Tensor:
-    """softmax(scaling · Q Kᵀ) written out, `[…, tokens, keys]` in `dtype`.
-
-    query and key: `[…, tokens, D]`; mask: bool, True = visible. Scores that would be float16 are float32, for they can leave
-    its range; torch's own kernel has them in float32, too.
-    """
+    """softmax(scaling · Q Kᵀ) written out, `[…, tokens, keys]` in `dtype`, of `[…, tokens, D]`; mask: bool, True = visible.
+    Scores that would be float16 are float32, as in torch's own kernel, for they can leave its range."""
     scores = masked_scores(query, key, mask, softmax)
     return F.dropout(scores.softmax(-1).to(dtype), softmax.dropout)
 

@@ -1,2 +1,1 @@
-"""What is used beside a model: parameter groups, lm-eval, inspection, one text over several devices.
-Nothing below imports it."""
+"""What is used beside a model: parameter groups, lm-eval, inspection, reading, one text over several devices."""

@@ -67,15 +67,9 @@ def asking_rows(
 def asking_row(
     rng: random.Random, encode: Callable[[Sequence[str]], Sequence], take: Callable[[int], Any], length: int, language: str
 ) -> tuple[list[int], list[tuple[str, Span, Span]]]:
-    """A row of `length` tokens, and of each question, in order, the answer, and where it is stated and asked for.
-
-    Args:
-        encode: gives the ids of several texts; take: gives so many ids of running text.
-        language: of the facts, a key of [`fact_forms`].
-
-    Raises:
-        ValueError: the facts and their questions are longer.
-    """
+    """A row of `length` tokens, and of each question, in order, the answer, and where it is stated and asked for; ValueError
+    where the facts and their questions are longer. `encode` gives the ids of several texts, `take` so many ids of running
+    text; `language`: of the facts, a key of [`fact_forms`]."""
     facts = [invented_fact(rng, language) for _ in range(max(1, length // TOKENS_PER_FACT))]
     pieces = [list(ids) for ids in encode([".\n", *(part for fact in facts for part in (f"\n{fact[0]}", f" {fact[1]}"))])]
     stop, pairs = pieces[0], list(zip(pieces[1::2], pieces[2::2], strict=True))

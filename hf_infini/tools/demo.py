@@ -17,12 +17,7 @@ LENGTHS = (8_192, 131_072, 1_048_576)
 
 
 class Demo:
-    """What the page does, for one reader of one model at a time.
-
-    Args:
-        model, tokenizer: as of [`Reader`].
-        max_new_tokens: of an answer.
-    """
+    """What the page does, for one [`Reader`] at a time."""
 
     def __init__(self, model: Any, tokenizer: Any, max_new_tokens: int = 300):
         self.model, self.tokenizer, self.max_new_tokens = model, tokenizer, max_new_tokens
@@ -63,8 +58,7 @@ class Demo:
 
     def kept(self, layer: int, head: int) -> list[tuple[str, str | None]]:
         """The document in pieces, of which those that a head keeps have a label."""
-        layers: Any = self.reader.texts[max(self.reader.texts, key=len)].layers
-        state = layers[int(layer)].state
+        state = self.reader.texts[max(self.reader.texts, key=len)].layers[int(layer)].state
         ids = self.tokenizer(self.reader.document, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         before = int(state.tokens_seen[0]) - len(ids)  # of the chat's template
         kept = set(state.kept_position[0, int(head)].tolist())

@@ -21,11 +21,10 @@ class Estimate(NamedTuple):
 
 @check_kinds
 def estimate(config: PreTrainedConfig, tokens: int, **options) -> Estimate:
-    """The bytes of the cache after so many tokens, in the configuration's dtype.
+    """The bytes of the cache after so many tokens of one sequence, in the configuration's dtype.
 
     Args:
         config: of a plain model, or of one with a memory.
-        tokens: of one sequence.
         options: of a plain model's memory, as [`patch_model`] takes them.
 
     Raises:

@@ -3,8 +3,7 @@
 What is worth keeping is what later tokens will look at. So the plain model, which still sees everything, is asked: the
 target of a token is the largest attention that any query at least `distance` tokens later gives it, over those queries and
 the query heads of its group. `keep_weight`, one vector for each key/value head, is the ridge regression of that on the input
-of the layer's projections. The attention itself and not its logarithm is the target: it is near zero for most tokens, and
-the few that are looked at from far away decide the fit.
+of the layer's projections.
 """
 
 import contextlib
@@ -27,9 +26,7 @@ from ..options import check_number
 
 @torch.no_grad()
 @check_kinds
-def fit_keep_score(
-    model, rows: Sequence, *, distance: int = 256, ridge: float = 1e-3, progress: bool = True
-) -> None:
+def fit_keep_score(model, rows: Sequence, *, distance: int = 256, ridge: float = 1e-3, progress: bool = True) -> None:
     """Sets the `keep_weight` of all layers of a model that was patched with `kept_tokens` and a learned `keep_score`;
     nothing else of the model changes. What is held at a time are the weights of a layer for a row: heads · tokens² numbers.
 
@@ -77,8 +74,8 @@ def fit_keep_score(
 def _observed(
     model, layers: dict[str, MemoryLayerMixin], sums: dict[str, Tensor], longest: int, distance: int
 ) -> Iterator[None]:
-    """Within it, the softmax of a patched model sees all of a row, of at most so many tokens, as that of the plain model
-    does; and every call of the layers adds its tokens to the sums."""
+    """Within it, the softmax of a patched model sees all of a row, of at most `longest` tokens, as that of the plain model;
+    and every call of the layers adds its tokens to the sums."""
     config = decoder_of(model).config
     before = {name: getattr(config, name) for name in ("segment_length", "local_segments")}
     running: list[tuple[str, Tensor]] = []  # the layer's name, and the input of its projections
@@ -113,13 +110,9 @@ def _observed(
 
 
 def ridge_regression(sums: Tensor, heads: int, ridge: float) -> Tensor:
-    """The weights, `[heads, width]`, of a ridge regression with an intercept, which is left out, as it changes no order;
-    scaled to scores of standard deviation 1.
-
-    Args:
-        sums: over tokens, of the products of [input, 1, targets], float64, `[width + 1 + heads, width + 1 + heads]`.
-        ridge: as a share of the inputs' mean square.
-    """
+    """The weights, `[heads, width]`, of a ridge regression with an intercept, which is left out; scaled to scores of
+    standard deviation 1. `sums`: over tokens, of the products of [input, 1, targets], float64, `[width + 1 + heads, width +
+    1 + heads]`; `ridge`: as a share of the inputs' mean square."""
     products, with_target = sums[:-heads, :-heads], sums[:-heads, -heads:]
     count, means = products[-1, -1], products[-1, :-1] / products[-1, -1]
     penalty = torch.zeros_like(products)

@@ -2,9 +2,8 @@
 
     python -m hf_infini.tools.lm_eval --model hf_infini --model_args pretrained=runs/infini --tasks lambada_openai
 
-lm-eval finds only models that are registered in its process, not those of other installed packages, so
-`lm_eval --model hf_infini` would not find this one. This command registers it and passes all arguments to lm-eval's
-command. In Python, `import hf_infini.tools.lm_eval` comes before `lm_eval.simple_evaluate(model="hf_infini", …)`.
+lm-eval finds only models that are registered in its process: this command registers this one, and passes all arguments on.
+In Python, `import hf_infini.tools.lm_eval` comes before `lm_eval.simple_evaluate(model="hf_infini", …)`.
 """
 
 import logging
@@ -26,10 +25,8 @@ UNLIMITED = 2**31 - 1  # tokens; lm-eval reckons with an integer, and writes it 
 
 @register_model("hf_infini")
 class InfiniLM(HFLM):
-    """lm-eval's `hf`, with the contexts that the model really reads, and in bounded memory.
-
-    Texts are read in chunks through the model's cache, and logits are made only where a continuation is predicted; their
-    softmax is computed in float32.
+    """lm-eval's `hf`, with the contexts that the model really reads, and in bounded memory: texts are read in chunks through
+    the model's cache, and logits are made only where a continuation is predicted; their softmax is in float32.
 
     Args:
         pretrained: a model's folder or its name on the Hub; or a model.
@@ -39,9 +36,6 @@ class InfiniLM(HFLM):
         chunk_tokens: tokens per call of the model, of each row of a batch. Memory grows with it.
         adapter: a folder or Hub name of an adapter ([`load_adapter`]) for the model of `pretrained`, a folder or Hub name.
         options: as `hf` takes them (`dtype`, `device`, `tokenizer`, `revision`, …). `batch_size` is a number.
-
-    Raises:
-        ValueError: another `batch_size`, or an adapter of another model.
     """
 
     def __init__(self, pretrained, *, max_length: int | None = None, chunk_tokens: int = 1024, **options):
@@ -64,8 +58,7 @@ class InfiniLM(HFLM):
     def _loglikelihood_tokens(
         self, requests, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Of each request `(strings, context tokens, continuation tokens)`: the continuation's log-likelihood in nats, and
-        whether greedy decoding gives it."""
+        """Of each `(strings, context, continuation)`: its log-likelihood in nats, and whether greedy decoding gives it."""
         cut = sum(len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests)
         if cut:
             logger.warning(f"{cut} inputs lose their beginning: longer than {self.max_length:,} tokens")

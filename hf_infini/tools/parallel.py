@@ -1,14 +1,10 @@
 """One text over several devices: exact context parallelism for a window and a memory. The row of a text is cut into shards,
 and rank r of R computes only the tokens of its own.
 
-A shard is a chunk that continues a state. So in each layer a rank takes the state from the rank before it, computes its
-tokens as any call with a cache does, and passes the state after them on: a relay, as that of LASP (arXiv 2404.02882). The
-state is of constant size, however long the text. The backward pass goes the other way, with the gradients of the states. All
-ranks compute at the same time, but for the beginning and the end: each begins a layer's attention when the one before it has
-finished it.
-
-Which token is where is found once for all layers of a call: every rank is given the whole rows, and lays out what comes
-before its shard as one call would.
+In each layer a rank takes the state from the rank before it, computes its tokens as any call with a cache does, and passes
+the state after them on: a relay, as that of LASP (arXiv 2404.02882). The state is of constant size, however long the text.
+The backward pass goes the other way, with the gradients of the states. All ranks compute at the same time, but for the
+beginning and the end. Every rank is given the whole rows, and lays out what comes before its shard as one call would.
 """
 
 import copy
@@ -85,17 +81,11 @@ def read_rows(
     model, batch: Mapping[str, Tensor], past: InfiniCache | None = None, group: distributed.ProcessGroup | None = None
 ) -> tuple[list[tuple[int, Any]], InfiniCache]:
     """Rows of any length, read over the ranks, or on each of them, if there are fewer than 2 tokens for every rank. Without
-    gradients.
-
-    Args:
-        model: with a memory in every layer; batch, past, group: as in [`shard_rows`].
+    gradients; arguments and errors as of [`shard_rows`].
 
     Returns:
         The model's outputs of this rank, `(first column, output)` each: together, those of all ranks are of every column
         once; and the cache of the whole rows, on every rank.
-
-    Raises:
-        ValueError: as [`shard_rows`], on every rank.
     """
     text: Any = batch.get("input_ids", batch.get("inputs_embeds"))
     with torch.no_grad():
@@ -111,8 +101,7 @@ def read_rows(
 
 @check_kinds
 def check_shards(config: PreTrainedConfig, tokens: int | None = None, size: int = 1) -> None:
-    """ValueError unless all layers of a model have a memory and rows of so many tokens (`None`: any) can be cut into `size`
-    shards."""
+    """ValueError unless all layers have a memory and rows of so many tokens (`None`: any) can be cut into `size` shards."""
     for name, count in (("tokens", tokens), ("size", size)):
         check_number(name, count, {"at_least": 1})
     kept = sorted({*range(config.num_hidden_layers)} - {*getattr(config, "infini_layers", ())})
@@ -126,11 +115,8 @@ def check_shards(config: PreTrainedConfig, tokens: int | None = None, size: int 
 
 
 class ShardCache(InfiniCache):
-    """What the ranks before this one leave: the `past_key_values` of one call of a model on one shard, made by
-    [`shard_rows`]. Only [`ShardCache.whole`] can be continued.
-
-    Args:
-        config, batch, group, past: as in [`shard_rows`].
+    """What the ranks before this one leave: the cache of one call of a model on one shard, made by [`shard_rows`], whose
+    arguments it has. Only [`ShardCache.whole`] can be continued.
 
     Raises:
         ValueError: as [`shard_rows`]. In a call: the ranks' models, versions, rows or shards do not fit together (on every
@@ -149,8 +135,7 @@ class ShardCache(InfiniCache):
         self.before = None if self.rank else self.past.state  # what the layout of the call continues
         self.layout_before: Any = None  # of all columns before this shard, from the call on
         self.shape = (rows, self.end - self.first)
-        layers: Any = zip(self.layers, self.past.layers, strict=True)
-        for layer, known in layers:
+        for layer, known in zip(self.layers, self.past.layers, strict=True):
             layer.state, layer.columns = known.state, known.columns + self.first
         self.masks = {name: bool_mask(name, batch.get(name), True) for name in ("attention_mask", "memory_mask")}
         self.masks["memory_mask"] = memory_mask_of(config, ids, self.masks["memory_mask"])
@@ -166,19 +151,13 @@ class ShardCache(InfiniCache):
 
     def whole(self) -> InfiniCache:
         """What one process has after the whole rows, on every rank; all of them call this, after a call of the model without
-        gradients. To save, to generate from, or as the `past` of more rows.
-
-        Raises:
-            ValueError: there was no such call.
-        """
+        gradients (or a ValueError). To save, to generate from, or as the `past` of more rows."""
         if not self.is_initialized:
             raise ValueError("nothing is known of the whole rows: call the model under torch.no_grad() with it first.")
         cache, columns = InfiniCache(self._config), self.past.get_seq_length() + self.columns
-        own: Any = self.layers
-        last: Any = [[layer.state.map(lambda part: part.detach().cpu().clone()) for layer in own]]
+        last: Any = [[layer.state.map(lambda part: part.detach().cpu().clone()) for layer in self.layers]]
         distributed.broadcast_object_list(last, group=self.group, group_src=self.size - 1)
-        layers: Any = zip(cache.layers, last[0], own, strict=True)
-        for layer, state, before in layers:
+        for layer, state, before in zip(cache.layers, last[0], self.layers, strict=True):
             layer.advance(state.map(lambda part, like=before.state.memory: part.to(like.device)), columns)
         cache.text = dict(self.text)
         return cache
@@ -198,8 +177,7 @@ class ShardCache(InfiniCache):
     # --- what [`SharedInputs.exchange`] does for the layers ----------------------------------------------------------------
 
     def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
-        """Finds the state that the layout of a call of `[batch, tokens]` continues; `masks` as [`segment_layout`] takes
-        them."""
+        """Finds the state that the layout of a call of `[batch, tokens]` continues; masks as of [`segment_layout`]."""
         if self.anchors:
             raise ValueError("a ShardCache is for one call: make one for each, as shard_rows does.")
         if torch.compiler.is_compiling():
@@ -249,8 +227,8 @@ class ShardCache(InfiniCache):
         return self.passed_on((layer, "state"), output, [*_of_layer(state).values()])
 
     def received(self, name: Hashable, parts: Sequence[Tensor], *sources: Tensor | None) -> Sequence[Tensor]:
-        """What the rank before has passed on by this name, in the place of such `parts`; the same again where gradient
-        checkpointing runs a layer again. Gradients go back to it if one of the `sources`, the same on all ranks, has one."""
+        """What the rank before has passed on by this name, in the place of such `parts`; the same again where a layer runs
+        again. Gradients go back to it if one of the `sources`, the same on all ranks, has one."""
         needed = torch.is_grad_enabled() and any(source is not None and source.requires_grad for source in sources)
         self.anchors[name] = torch.zeros((), device=parts[0].device, requires_grad=needed)
         if not self.rank:
@@ -262,8 +240,8 @@ class ShardCache(InfiniCache):
         return Received.apply(self, self.anchors[name], *parts) if needed else parts
 
     def passed_on(self, name: Hashable, output: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """The `output`, once these parts are with the rank after this one. Its backward pass gets their gradients first: so
-        all ranks come to each exchange, in the same order, also where nothing depends on what was passed on."""
+        """The `output`, once these parts are with the rank after this one. Its backward pass gets their gradients first, so
+        that all ranks come to each exchange in the same order."""
         if self.rank + 1 == self.size:
             return output
         if name not in self.sent:

@@ -31,15 +31,12 @@ PLAIN_TEMPLATE = (
 
 
 class Reader:
-    """Reads texts with a model that has a memory, and each beginning of them once.
-
-    What it has read of a text is kept in a cache of constant size. A text that begins with the same characters goes on from
-    the longest such beginning, so a question after a document, or the next turn of a chat, costs what is new. Where a chat's
-    template renders an earlier turn otherwise, the reader goes on from the turn before.
+    """Reads texts with a model that has a memory, and each beginning of them once: a text goes on from the longest beginning
+    that was read, so a question after a document, or the next turn of a chat, costs what is new. Where a chat's template
+    renders an earlier turn otherwise, the reader goes on from the turn before.
 
     Args:
-        model: a causal language model with a memory, in evaluation mode.
-        tokenizer: of the model.
+        model, tokenizer: a causal language model with a memory, in evaluation mode, and its tokenizer.
         chunk: tokens per call of the model; working memory grows with it.
         cache: what was read before every text, such as [`InfiniCache.from_pretrained`] gives; `None`: nothing.
         turns: how many answers' ends are kept, the latest; each takes as many bytes as [`hf_infini.cache_bytes`] says.
@@ -73,7 +70,6 @@ class Reader:
         """Reads a text, from the longest beginning of it that was read before, and keeps what it has read.
 
         Args:
-            text: the whole text.
             file: a memory file of the text, which is read if it is there, and written if not. While the model reads,
                 `NAME.partial` has what it has read so far: after a kill the same call goes on there.
             split_special_tokens: whether words of the text that spell the tokenizer's special tokens are plain text, as in
@@ -81,7 +77,7 @@ class Reader:
             progress: whether a bar shows how far it is, and the time left.
 
         Returns:
-            The cache after the text: the reader's own. Copy it (`copy.copy`) before a model is called with it.
+            The reader's own cache after the text. Copy it (`copy.copy`) before a model is called with it.
 
         Raises:
             MemoryFileError: the file is damaged, or the memory of another text or model.
@@ -116,11 +112,8 @@ class Reader:
     @check_kinds
     def read_document(self, text: str, *, file: str | Path | None = None, progress: bool = True) -> InfiniCache:
         """Reads the document that all following chats are about: their first message begins with it. What in it spells a
-        special token is plain text; arguments and errors as of [`Reader.read`].
-
-        Raises:
-            ValueError: the chat template changes what is said.
-        """
+        special token is plain text; arguments and errors as of [`Reader.read`], and ValueError where the chat template
+        changes what is said."""
         head, found, _ = self.rendered([{"role": "user", "content": text}]).partition(text)
         if not found:
             raise ValueError("the chat template changes what is said: set the tokenizer's chat_template to None.")
@@ -165,11 +158,8 @@ class Reader:
         return self.tokenizer.batch_decode(new, skip_special_tokens=True)
 
     def chat(self, messages: Sequence[dict[str, str]], **options) -> str:
-        """The answer to the last of the messages, by the tokenizer's chat template; options: as of [`Reader.generate`].
-
-        Args:
-            messages: of the user and, in turn, the model's answers: `role` and `content` each.
-        """
+        """The answer to the last of the messages, which are the user's and, in turn, the model's answers, `role` and
+        `content` each; by the tokenizer's chat template. Options as of [`Reader.generate`]."""
         if self.document:
             first, *rest = messages
             messages = [{**first, "content": f"{self.document}\n\nQuestion: {first['content']}"}, *rest]
@@ -194,17 +184,11 @@ class Reader:
 
     @torch.no_grad()
     def _read_on(
-        self,
-        cache: InfiniCache,
-        ids: torch.Tensor,
-        progress: bool,
-        done: int = 0,
-        save: Callable[[], None] = lambda: None,
+        self, cache: InfiniCache, ids: torch.Tensor, progress: bool, done: int = 0, save: Callable[[], None] = lambda: None
     ) -> InfiniCache:
         """The cache, which reads these ids from number `done` on; `save` is called from time to time."""
         saved = time.monotonic()
-        bar = tqdm(total=len(ids), initial=done, desc="reading", unit="token", unit_scale=True, disable=not progress)
-        with bar:
+        with tqdm(total=len(ids), initial=done, desc="reading", unit="token", unit_scale=True, disable=not progress) as bar:
             for place in range(done, len(ids), self.chunk):
                 piece = ids[place : place + self.chunk].to(self.model.device)
                 decoder_of(self.model)(input_ids=piece[None], use_cache=True, **{CACHE: cache})

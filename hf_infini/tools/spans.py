@@ -16,9 +16,8 @@ def score_spans(
     chunk: int,
     progress: Callable[[range], Iterable[int]] = iter,
 ) -> list[tuple[float, bool]]:
-    """How a model predicts parts of rows: the loss of each, and whether greedy decoding gives exactly this part.
-
-    The rows are read in chunks through the model's cache, and logits are computed only where a token is asked for.
+    """How a model predicts parts of rows, which are read in chunks through its cache; logits are computed only where a token
+    is asked for.
 
     Args:
         model: a causal language model in evaluation mode.

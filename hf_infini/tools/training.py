@@ -14,11 +14,8 @@ def parameter_groups(
     model: torch.nn.Module, learning_rate: float, gate_learning_rate: float | None, weight_decay: float
 ) -> list[dict]:
     """The optimiser's parameter groups: matrices; without decay, vectors and an attention layer's parameters beside its
-    projections (scores, tables of distances, learned memory starts); and gates with a separate rate, without decay.
-
-    At a usual learning rate the gates hardly move, and weight decay pulls them back to sigmoid = 0.5. A learned memory start
-    need not be small either. Gates of fewer than 32 bits become float32, in place, unless FSDP has sharded them: in bfloat16
-    a step of 0.01 from −4 is rounded away.
+    projections; and gates with a separate rate, without decay, which would pull them back to sigmoid = 0.5. Gates of fewer
+    than 32 bits become float32, in place, unless FSDP has sharded them: in bfloat16 a step of 0.01 from −4 is rounded away.
     """
     groups: dict[str, dict[str, Any]] = {
         "matrices": {"params": [], "lr": learning_rate, "weight_decay": weight_decay},

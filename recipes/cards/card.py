@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from huggingface_hub import ModelCardData
 from jinja2 import StrictUndefined, Template
 
-from hf_infini.options import attention_of, context_limit
+from cli.model_options import attention_of
+from hf_infini.options import context_limit
 from support.markdown import fence, markdown_table
 
 from .run import Run, data_name, last_part, shorten_command, shorten_path

@@ -5,6 +5,7 @@ Names, types, choices and help texts come from hf_infini's modules of options, w
 
 import copy
 import importlib.util
+import re
 import runpy
 import types
 import typing
@@ -22,8 +23,9 @@ UPDATE_RULES = _OPTIONS["UPDATE_RULES"]
 MEMORY, SCRATCH = (
     tuple(entry.name for entry in fields(kind)) for kind in (_OPTIONS["MemoryOptions"], _OF_SCRATCH["ScratchOptions"])
 )
+_SCRATCH_ATTENTION = _OF_SCRATCH["ScratchOptions"].__annotations__["attention"]
 # What --attention may be; the first is the default. Every other check is the configuration's own.
-ATTENTIONS = {"gpt2": ("infini", "self"), "causal_mha": _OPTIONS["choices"](_OF_SCRATCH["ScratchOptions"])["attention"]}
+ATTENTIONS = {"gpt2": ("infini", "self"), "causal_mha": typing.get_args(_SCRATCH_ATTENTION)}
 SIZES = ("n_layer", "n_embd", "n_head")
 SHOWN = ("segment_length", "local_segments", "update_rule", "memory_conv")  # of the memory's options, in --help
 # What a recipe adds to what hf_infini says of an option
@@ -53,9 +55,18 @@ class MainOptions:
     )  # fmt: skip
 
 
+def help_texts(options: type) -> dict[str, str]:
+    """The help text of each option of a class by name: in its docstring, the text below ``name (`type`, …):``; and the
+    limits of a number."""
+    entry = r"^        (\w+) \(`[^\n]*\):\n((?:            [^\n]*\n)+)"
+    texts = {name: " ".join(text.split()) for name, text in re.findall(entry, options.__doc__ or "", re.MULTILINE)}
+    ranges = {entry.name: _OPTIONS["in_words"](entry.metadata) for entry in fields(options)}
+    return {name: f"{text} {ranges[name].capitalize()}." if ranges.get(name) else text for name, text in texts.items()}
+
+
 def _optional(kind: type, group: str, shown: tuple[str, ...]) -> list[tuple]:
     """The options of a class of hf_infini as fields that may be left out (None); the parser takes numbers as floats."""
-    texts, kinds, made = _OPTIONS["help_texts"](kind), typing.get_type_hints(kind), []
+    texts, kinds, made = help_texts(kind), typing.get_type_hints(kind), []
     for entry in fields(kind):
         alternatives = set(typing.get_args(kinds[entry.name])) - {types.NoneType}
         one = kinds[entry.name]
@@ -76,6 +87,11 @@ ModelOptions = make_dataclass(
     bases=(MainOptions,),
     namespace={"__doc__": "What was given; `None` is the configuration's default or what it has in `--init_from`."},
 )  # fmt: skip
+
+
+def attention_of(config) -> str:
+    """A model's kind of attention: "self" or "infini" of a GPT-2, the configuration's own word for it otherwise."""
+    return {"gpt2": "self", "infini_gpt2": "infini"}.get(config.model_type) or config.attention
 
 
 def given_options(options, names=None) -> dict:

@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 
 from cli import UserError
+from cli.model_options import attention_of
 from hf_infini.cache.cache import InfiniCache, InfiniLayer
 from hf_infini.compat.cache_name import cache_of
-from hf_infini.options import attention_of, context_limit
+from hf_infini.options import context_limit
 from support.prepared import open_folders, read_tokenizer
 
 

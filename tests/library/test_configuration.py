@@ -9,9 +9,10 @@ import typing
 import pytest
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
+from cli.model_options import help_texts
 from hf_infini import CausalMHAConfig, InfiniGPT2Config, InfiniGPT2LMHeadModel, patch_model, unpatch_model
 from hf_infini.models.scratch.options import ScratchOptions
-from hf_infini.options import MemoryOptions, help_texts, in_words
+from hf_infini.options import MemoryOptions, in_words
 from models import SIZES, gpt2
 
 

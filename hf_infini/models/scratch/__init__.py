@@ -1,2 +1,1 @@
-"""The from-scratch model: causal multi-head attention with the classic scores and position encodings, without
-attention, or with a memory."""
+"""The from-scratch model: causal attention with the classic scores and positions, without attention, or with a memory."""

@@ -13,14 +13,7 @@ from ...layers.memory_layer import MemoryLayerMixin, SharedInputs
 from ...ops.checks import check_kinds
 from ...ops.layout.build import segment_layout
 from ...ops.positions import alibi_bias, relative_key_bias, rotate, rotation
-from ...ops.scores import (
-    additive_scores,
-    as_dot_product,
-    dot_scores,
-    general_scores,
-    scaled_dot_scores,
-    visible_softmax,
-)
+from ...ops.scores import additive_scores, as_dot_product, dot_scores, general_scores, scaled_dot_scores, visible_softmax
 from ...ops.window import ScoreOptions
 from .configuration import ATTENTION_OPTIONS, CausalMHAConfig
 from .options import IN_EMBEDDING, RELATIVE
@@ -33,7 +26,7 @@ class HeadParts(NamedTuple):
 
     scores: Tensor  # [batch, heads, Q, K], position biases included, −inf where a key is not visible
     weights: Tensor  # [batch, heads, Q, K], the softmax of the scores: rows sum to 1, or are 0 where no key is visible
-    heads: Tensor  # [batch, heads, Q, head_dim], the context vectors: weights · values
+    heads: Tensor  # [batch, heads, Q, head_dim], weights · values
 
 
 class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
@@ -42,16 +35,14 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
     Head `h` owns the columns `h · head_dim … (h + 1) · head_dim − 1` of what `W_query`, `W_key` and `W_value` give.
 
     Args:
-        d_in: width of the input.
-        d_out: width of the output, all heads together.
+        d_in: width of the input; d_out: of the output, all heads together.
         num_heads: heads; must divide `d_out`.
         dropout: probability of dropping an attention weight, in training.
         qkv_bias: whether `W_query`, `W_key` and `W_value` have a bias.
         layer_idx: which layer of a model it is; needed with a cache only.
-        config: where the kind of attention, the score and the position encoding come from, inside a model.
-        options: the same by name, outside of a model: those of [`CausalMHAConfig`], such as `score="additive"`,
-            `attention="local", sliding_window=16` or `position_encoding="rope"`. Without any: global, scaled dot product,
-            no positions.
+        config: of a model.
+        options: outside of a model, those of [`CausalMHAConfig`], such as `score="additive"`, `attention="local",
+            sliding_window=16` or `position_encoding="rope"`. Without any: global, scaled dot product, no positions.
 
     Raises:
         ValueError: `num_heads` does not divide `d_out`; an option that is unknown or does nothing here.
@@ -106,11 +97,8 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
 
     @torch.no_grad()
     def init_head_parameters(self) -> None:
-        """First values of everything but the four projections.
-
-        `"general"` starts as the scaled dot product, W = I / √d; `"additive"` with variances that keep those of its input;
-        the tables of positions small, so that all distances start nearly alike.
-        """
+        """First values of everything but the four projections: `"general"` starts as the scaled dot product, W = I / √d;
+        `"additive"` with variances that keep those of its input; tables of positions small."""
         if self.config.score == "general":
             init.copy_(self.score_weight, torch.eye(self.head_dim).expand_as(self.score_weight) / self.head_dim**0.5)
         elif self.config.score == "additive":
@@ -138,9 +126,8 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             mask: `[batch or 1, 1, tokens, keys]` bool, True where a key is visible; `None`: what causality leaves. Not for
                 `attention="infini"`, whose layout says what is visible.
             position_ids: `[batch or 1, tokens]`, for rope; `None`: the tokens are counted, from those of the cache on. With
-                `attention="infini"` they say without a layout where documents begin, and rope counts the tokens.
-            infini: only for `attention="infini"`, what the model made for all layers; `None`: the layout is made from
-                `position_ids`, without a cache.
+                `attention="infini"` they say where documents begin, and rope counts the tokens.
+            infini: with `attention="infini"`, what a model made for all layers.
             cache: to continue, or `None`.
             output_attentions: also return the weights, which goes through the written-out softmax.
 
@@ -170,10 +157,8 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
     ) -> HeadParts:
-        """Scores, weights and context vectors of global or local attention, step by step; arguments as of `forward`.
-
-        A relative key is added to the key, whatever the score; ALiBi's and T5's biases are added to the score.
-        """
+        """Scores, weights and context vectors of global or local attention, step by step; arguments as of `forward`. A
+        relative key is added to the key, whatever the score; ALiBi's and T5's biases are added to the score."""
         query, key, value = self._with_cached(hidden_states, position_ids, cache)
         mask, distance = self._visible(query, key, mask)
         learned: list[Any] = [getattr(self, name) for name in ("score_weight", "score_vector") if hasattr(self, name)]
@@ -192,8 +177,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
     def inputs_outside_model(self, hidden_states: Tensor, position_ids=None, return_weights: bool = False) -> SharedInputs:
         """What a model would have made for this layer; arguments as of `forward`."""
         batch, tokens = hidden_states.shape[:2]
-        options = {"position_ids": position_ids, "device": hidden_states.device}
-        layout = segment_layout(batch, tokens, *self.config.window, **options)
+        layout = segment_layout(batch, tokens, *self.config.window, position_ids=position_ids, device=hidden_states.device)
         return_weights |= self.config._attn_implementation == "eager"
         return SharedInputs(layout, None, self.window_tables(hidden_states), return_weights)
 
@@ -246,8 +230,8 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal, scale=scaling)
 
     def _visible(self, query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
-        """Which keys are visible (without a mask: nothing later than the token, or beyond a local window), and how far they
-        are, `[tokens, keys]`, the tokens being the last keys; `None`: no score depends on it."""
+        """Which keys are visible, by default what causality and a local window leave; and how far they are, `[tokens,
+        keys]`, the tokens being the last keys; `None`: no score depends on it."""
         if mask is not None and self.config.position_encoding not in RELATIVE:
             return mask, None
         keys = torch.arange(key.shape[2], device=key.device)

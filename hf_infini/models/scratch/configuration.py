@@ -23,24 +23,14 @@ INFINI_POSITIONS = ("learned", "sinusoidal", "rope", "none")
 @checked
 class CausalMHAConfig(ScratchOptions, InfiniConfigMixin, PreTrainedConfig):
     """Configuration of [`CausalMHAForCausalLM`]: what its heads see, score and know of positions ([`ScratchOptions`]); with
-    `attention="infini"`, its memory ([`MemoryOptions`], but for `layers`); and its sizes, which are named as GPT-2's
-    (`hidden_size` and so on work too):
+    `attention="infini"`, its memory ([`MemoryOptions`], but for `layers`); and its sizes, with GPT-2's names and defaults:
+    `vocab_size`, `n_embd`, `n_layer`, `n_head`, `layer_norm_epsilon` (`hidden_size` and so on work too), and
 
     Args:
-        vocab_size (`int`, *optional*, defaults to 50257):
-            Tokens in the vocabulary.
         n_positions (`int`, *optional*, defaults to 1024):
             Tokens of context that the model is trained on; `"learned"` positions end there, the others do not.
-        n_embd (`int`, *optional*, defaults to 768):
-            Width of the hidden state.
-        n_layer (`int`, *optional*, defaults to 12):
-            Decoder blocks.
-        n_head (`int`, *optional*, defaults to 12):
-            Heads per block; must divide `n_embd`.
         dropout (`float`, *optional*, defaults to 0.0):
             Probability of dropping attention weights, embeddings, and what a block adds to the hidden state.
-        layer_norm_epsilon (`float`, *optional*, defaults to 1e-5):
-            Added to the variance in a layer norm.
     """
 
     model_type = "causal_mha"

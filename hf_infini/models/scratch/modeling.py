@@ -25,8 +25,7 @@ from .configuration import CausalMHAConfig
 
 
 class CausalMHABlock(GradientCheckpointingLayer):
-    """`Y = X + MHA(LN(X))`, `Z = Y + FFN(LN(Y))` with `FFN(x) = W_2 f(W_1 x + b_1) + b_2`, that of GPT-J; with
-    `attention="none"` only the second half."""
+    """`Y = X + MHA(LN(X))`, `Z = Y + FFN(LN(Y))` with GPT-J's FFN; with `attention="none"` only the second half."""
 
     def __init__(self, config: CausalMHAConfig, layer_idx: int):
         super().__init__()
@@ -111,8 +110,8 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """
         Args:
-            input_ids, inputs_embeds, cache, use_cache: as of [`InfiniModelMixin`]. Without a memory, the
-                cache is a `DynamicCache(config=model.config)`.
+            input_ids, inputs_embeds, cache, use_cache: as of [`InfiniModelMixin`]. Without a memory, the cache is a
+                `DynamicCache(config=model.config)`.
             attention_mask: `[batch, past + tokens]`, 1 = real, 0 = padding.
             position_ids: `[batch, tokens]`; without them a row's real tokens are counted. Without mask and cache, positions
                 that go back begin a new document that sees nothing of the one before (packing).
@@ -158,8 +157,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         return BaseModelOutputWithPast(**output)
 
     def _with_positions(self, embeddings: Tensor, position_ids: Tensor, counted: bool) -> Tensor:
-        """The token embeddings `[batch, tokens, n_embd]` and what their positions add to them; `counted`: as of
-        [`check_positions`]."""
+        """The token embeddings and what their positions add to them; `counted`: as of [`check_positions`]."""
         if self.config.position_encoding == "sinusoidal":
             # Times √n_embd, as in the paper (section 3.4): sines of size 1 would drown embeddings that start near 0
             encoding = sinusoidal_encoding(position_ids, self.config.n_embd)
@@ -170,7 +168,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         return embeddings + self.wpe(position_ids)
 
     def _mask(self, embeddings, attention_mask: Tensor | None, position_ids: Tensor | None, cache, past) -> Tensor | None:
-        """Which keys the tokens of this call see, worked out once for all layers: [`CausalMultiHeadAttention`]'s mask."""
+        """Which keys the tokens of this call see: [`CausalMultiHeadAttention`]'s mask."""
         columns = past + embeddings.shape[1]
         if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape[1] != columns:
             raise ValueError(f"attention_mask must be [batch, {columns}], past + tokens; got {list(attention_mask.shape)}.")

@@ -5,9 +5,8 @@ forward, and the layers share it; they see one interface, [`Layout`].
 
 The *grid* of a row is its list of segments in order, each with `slots` places. Tokens fill the slots of a segment from the
 first on, so a causal mask inside the segment is all that padding needs. A call that continues a state begins its grid with
-the segments of the window: [`GridLayout`]. Where rows agree and hold one document each, tokens come there by a reshape; with
-padding, packed documents and rows of different lengths, by a gather. One more token for every row needs no grid:
-[`StepLayout`] in ops/step.py.
+the segments of the window. Where rows agree and hold one document each, tokens come there by a reshape; otherwise by a
+gather. One more token for every row needs no grid: [`StepLayout`] in ops/step.py.
 """
 
 import functools
@@ -32,35 +31,26 @@ def gather(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def pad(tensor: Tensor, widths: Sequence[int]) -> Tensor:
-    """`torch.nn.functional.pad` with zeros. Booleans are padded as numbers: for booleans that are compared and padded,
-    torch.compile generates invalid C++ on AVX2."""
+    """`F.pad` with zeros. Booleans are padded as numbers: of compared and padded ones torch.compile makes invalid C++."""
     return F.pad(tensor.to(torch.uint8), widths).to(torch.bool) if tensor.dtype == torch.bool else F.pad(tensor, widths)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What is known of every call.
+    """What is known of every call."""
 
-    Attributes:
-        segment_length: `L`, in tokens; local_segments: `w`; sink_tokens: `S`; kept_tokens: `K`.
-        positions: `[batch or 1, tokens]`, number of each token within its document.
-        tokens_seen, last_position, memory_tokens: `[batch]` after this call, as in [`InfiniState`].
-        real, restart: `[batch, tokens]` bool, which tokens are no padding, and which begin a document; `None`: all, none.
-        next_skipped: `[batch, places]` bool, which tokens of the next state's window `memory_mask` keeps out of the
-            memory; `None`: none.
-    """
-
-    segment_length: int
-    local_segments: int
-    sink_tokens: int = 0
-    kept_tokens: int = 0
-    positions: Tensor
+    segment_length: int  # L
+    local_segments: int  # w
+    sink_tokens: int = 0  # S
+    kept_tokens: int = 0  # K
+    positions: Tensor  # `[batch or 1, tokens]`, number of each token within its document
+    # `[batch]` after this call, as in [`InfiniState`]
     tokens_seen: Tensor
     last_position: Tensor
     memory_tokens: Tensor | None = None
-    real: Tensor | None = None
-    restart: Tensor | None = None
-    next_skipped: Tensor | None = None
+    real: Tensor | None = None  # `[batch, tokens]` bool, which tokens are no padding; `None`: all
+    restart: Tensor | None = None  # `[batch, tokens]` bool, which tokens begin a document; `None`: none
+    next_skipped: Tensor | None = None  # `local_skipped` of the next state
 
     @property
     def window_sizes(self) -> tuple[int, int, int, int]:
@@ -91,48 +81,34 @@ class Layout:
 @dataclass(frozen=True, kw_only=True)
 class GridLayout(Layout):
     """A layout in a grid. The memory takes in a segment when it leaves the window, `w` segments later: what it takes in is
-    counted in the grid *delayed* by so many.
-
-    Attributes:
-        batch, tokens: of the call.
-        segments: segments in the grid; slots: places in each (L, or fewer where no segment has more tokens).
-        carried: tokens of the state's window that the grid begins with, those right before its place `carried_to`: where
-            `source` is `None` the count that every row has, otherwise all slots (0 without a state). Sinks are in the grid
-            only as tokens of their segment.
-        begun: whether any row's document has begun before the call.
-        document: `[batch or 1, segments + 1]`: grid index where the document of each segment begins (that of a continued
-            one may be negative); the last column is that of the row's next token.
-        packed: whether a row holds more than one document.
-        source: `[batch, segments * slots]`, which row of (carried tokens, new tokens) fills the slot; −1: none. `None`: the
-            rows fill the slots in order.
-        target: `[batch, carried + tokens]`, the row's slot in the grid; −1: padding; with `source` or `None`.
-        sink_rows: `[batch or 1, segments or 1, S]`, which rows of (the state's window up to `carried_to`, new tokens) are
-            the sinks that each segment sees; window: `[batch, places]`, which the next state keeps; −1: none.
-        skipped: `[batch, segments, slots]` bool, which tokens never reach the memory; `None`: all do.
-        written: `[batch or 1, segments, slots]` bool, which slots of the delayed grid leave the window: the memory takes
-            them in, but for kept tokens. What the next token still sees is in the next state's window.
-        left: `[batch, segments + 1]`, int64: how many tokens of its document have left the window when each segment, and
-            when the row's next token, is read: they are in the memory, or kept. Counted last.
-        most_kept: how many tokens are kept at most when a segment is read.
-    """
+    counted in the grid *delayed* by so many."""
 
     batch: int
     tokens: int
-    segments: int
-    slots: int
+    segments: int  # in the grid
+    slots: int  # of a segment: L, or fewer where none has more tokens
+    # Tokens of the state's window that the grid begins with, those right before its place `carried_to`: where `source` is
+    # `None` the count that every row has, otherwise all slots (0 without a state)
     carried: int
     carried_to: int
-    begun: bool
+    begun: bool  # whether any row's document has begun before the call
+    # `[batch or 1, segments + 1]`: grid index where the document of each segment begins (that of a continued one may be
+    # negative); the last column is that of the row's next token
     document: Tensor
-    packed: bool = False
+    packed: bool = False  # whether a row holds more than one document
+    # `[batch, segments * slots]`, which row of (carried tokens, new tokens) fills the slot; −1: none; `None`: all in order
     source: Tensor | None = None
-    target: Tensor | None = None
+    target: Tensor | None = None  # `[batch, carried + tokens]`, the row's slot in the grid; −1: padding; with `source`
+    # Which rows of (the state's window up to `carried_to`, new tokens) are the sinks that each segment sees, `[batch or 1,
+    # segments or 1, S]`, and the next state's window, `[batch, places]`; −1: none
     sink_rows: Any = None
     window: Any = None
-    skipped: Tensor | None = None
-    written: Any = None
+    skipped: Tensor | None = None  # `[batch, segments, slots]` bool, which tokens never reach the memory; `None`: all do
+    written: Any = None  # `[batch or 1, segments, slots]` bool, which slots of the delayed grid leave the window
+    # `[batch, segments + 1]`, int64: how many tokens of its document have left the window, into the memory or to be kept,
+    # when each segment, and the row's next token, is read
     left: Any = None
-    most_kept: int = 0
+    most_kept: int = 0  # how many tokens are kept at most when a segment is read
 
     def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
         """`new [batch, heads, tokens, dim]` and the state's window `[batch, heads, places, dim]` (`None` for queries: zeros)
@@ -159,13 +135,11 @@ class GridLayout(Layout):
         return rows[:, self.carried : self.carried + self.tokens].transpose(1, 2)
 
     def next_window(self, new: Tensor, window: Tensor) -> Tensor:
-        """The window of the next state from this call's tokens and the state's window, both `[batch, heads, …, dim]`; what
-        is kept is put into it later."""
+        """The next state's window, but for what is kept, of the call's tokens and the window, `[batch, heads, …, dim]`."""
         return self._rows(new, window, self.window).transpose(1, 2).contiguous()
 
     def sinks(self, new: Tensor, window: Tensor) -> Tensor:
-        """The sinks that segments see whose window is beyond them, `[batch, segments or 1, S, heads, dim]`; arguments as of
-        `next_window`."""
+        """The sinks that segments see, `[batch, segments or 1, S, heads, dim]`; arguments as of `next_window`."""
         return self._rows(new, window, self.sink_rows)
 
     def _rows(self, new: Tensor, window: Tensor, index: Tensor) -> Tensor:
@@ -218,13 +192,13 @@ class GridLayout(Layout):
         return torch.cat([left.expand(*mask.shape[:-1], self.sink_tokens), mask], -1).unsqueeze(2)
 
     def delay(self, grid: Tensor) -> Tensor:
-        """The grid as the memory takes it in: `w` segments later, so that a read finds all segments before its window."""
+        """The grid as the memory takes it in: `w` segments later."""
         widths = (0, 0) * (grid.dim() - 2) + (self.local_segments, 0)
         return pad(grid, widths)[:, : self.segments] if self.local_segments else grid
 
     def delayed_numbers(self, begin: int, end: int) -> Tensor:
-        """`[batch or 1, segments, slots]`: the numbers, in their document, of the tokens of the delayed segments `begin …
-        end`; those of documents that have ended mean nothing."""
+        """`[batch or 1, segments, slots]`: the tokens' numbers in their document, in the delayed segments `begin … end`;
+        those of documents that have ended mean nothing."""
         segments = torch.arange(begin, end, device=self.tokens_seen.device) - self.local_segments
         slots = torch.arange(self.slots, device=segments.device)
         return (segments - self.document[:, begin:end]).unsqueeze(-1) * self.segment_length + slots
@@ -241,9 +215,7 @@ class GridLayout(Layout):
         return reading[:, 1:] == reading[:, :-1] if self.packed else None
 
 
-def last_position(
-    tokens: int, real: Tensor | None, position_ids: Tensor | None, before: Tensor
-) -> Tensor:
+def last_position(tokens: int, real: Tensor | None, position_ids: Tensor | None, before: Tensor) -> Tensor:
     """[`Layout.last_position`], `[batch]`, of so many tokens; `before`: that before them."""
     if position_ids is None:
         return before + (tokens if real is None else real.sum(1))

@@ -1,9 +1,8 @@
 """Makes the layout of a call ([`Layout`]), once per forward.
 
-What a layout looks like depends on the data where rows are padded, packed or of different lengths. Outside of a graph of
-torch.compile the values are read back from the device, and the layout is no larger than it must be. Inside of one nothing
-can be read back: there a step without positions, and rows that begin one document each, have sizes that follow from the
-arguments' shapes; any other layout is made outside of the graph.
+Outside of a graph of torch.compile values are read back from the device, and the layout is no larger than it must be. Inside
+of one a step without positions, and rows that begin one document each, have sizes that follow from the arguments' shapes;
+any other layout is made outside of the graph.
 """
 
 from dataclasses import replace
@@ -34,23 +33,16 @@ def segment_layout(
     device: torch.device | None = None,
     completes_segments: bool = True,
 ) -> StepLayout | GridLayout:
-    """Lays out a call of `[batch, tokens]`.
-
-    Args:
-        attention_mask: `[batch, tokens]`, 1 = real, 0 = padding; `None`: all are real.
-        memory_mask: `[batch, tokens]`, 0 = the token is attended to locally but not written into the memory; `None`: all are
-            written.
-        position_ids: `[batch, tokens]` (or `[1, tokens]`); a real token whose position is not beyond that of the real token
-            before it starts a new document. `None`: none does.
-        state: the state that the call continues, or `None`.
-        completes_segments: as of [`step_layout`].
-    On an accelerator this waits for the device a few times, however many layers share the layout; not at all for a training
+    """Lays out a call of `[batch, tokens]`. On an accelerator this waits for the device a few times, but not for a training
     step of rows without padding and positions.
 
+    Args:
+        attention_mask, position_ids, memory_mask, state: as of [`infini_attention`]; positions may be `[1, tokens]`.
+        completes_segments: as of [`step_layout`].
+
     Raises:
-        ValueError: masks or positions of another shape; a mask with other values than 0 and 1; as many sinks as a segment
-            has tokens.
-        RuntimeError: a mask with other values than 0 and 1, in a graph.
+        ValueError: masks or positions of another shape; a mask with other values than 0 and 1 (in a graph a RuntimeError);
+            as many sinks as a segment has tokens.
     """
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
     sizes: dict[str, Any] = dict(zip(WINDOW_SIZES, window, strict=True))
@@ -121,8 +113,7 @@ def _plain_form(
 def _indexed_form(
     window: tuple[int, int, int, int], real: Tensor, restart: Tensor, seen: Tensor, begun: bool
 ) -> dict[str, Any]:
-    """Fields of a [`GridLayout`] of any rows; `seen`: `[batch]`, tokens of each row's document before the call; begun:
-    whether it is any."""
+    """Fields of a [`GridLayout`] of any rows; `seen`: `[batch]`, tokens of the document before; begun: whether any is."""
     (length, local, *ahead), (batch, tokens), device = window, real.shape, real.device
     # Tokens of the window in the grid, and the grid segment that the next token of a continued document falls into
     carried, base = ((local + 1) * length, local) if begun else (0, 0)

@@ -1,5 +1,4 @@
-"""The update rules: how a segment is written into the memory. The first is [`MemoryRule`] itself; another one is a file, and
-its name in `options.UPDATE_RULES`."""
+"""The update rules: [`MemoryRule`] itself, and the files here whose names are in `options.UPDATE_RULES`."""
 
 from importlib import import_module
 

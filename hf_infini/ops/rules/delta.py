@@ -10,8 +10,7 @@ class Rule(MemoryRule):
     update_rule = "delta"
 
     def states(self, written, memory, normaliser, continues=None):
-        """The rule is affine in M: its matrix and its constant are made for all segments at once, so that the loop over
-        segments touches the state only."""
+        """The rule is affine in M, so that the loop over segments touches the state only."""
         features, value, _ = written
         normalisers, last_normaliser = running_sum(features.sum(-2), normaliser, continues)
         scaled = features / ((features * normalisers.unsqueeze(-2)).sum(-1, keepdim=True) + self.eps)

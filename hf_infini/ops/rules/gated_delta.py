@@ -7,10 +7,8 @@ g_t = α_1 ⋯ α_t, counted from the chunk's first token, the state after t is 
 
     (I + T) U = β V − β g K M_0,  T_ti = β_t (g_t / g_i) k_t·k_i for i < t, else 0.
 
-The state after a chunk is affine in M_0: the loop over chunks touches states only.
-
-Shapes as in memory.py: `B` batch, `N` segments, `K` key/value heads, `P` tokens in a segment or chunk, `D` head dimension,
-`E` value dimension.
+The state after a chunk is affine in M_0: the loop over chunks touches states only. Shapes as in memory.py; `P` tokens in a
+segment or chunk.
 """
 
 import torch
@@ -26,13 +24,11 @@ RATES = (0.0, 12.0)
 
 
 class Rule(MemoryRule):
-    """Token by token, a share β of what the memory returns for the token's key, of length one, is replaced by its value, and
-    a share α of everything is kept; both are learned from the layer's input."""
+    """The gated delta rule, whose β and α are learned from the layer's input."""
 
     update_rule = "gated_delta"
     normalised = False
     rates = 2  # log β and log α, neither positive
-    not_with = {"memory_write": ("learned", "its β already is a learned weight of each token")}
 
     def features(self, x: Tensor) -> Tensor:
         """(σ(x) − σ(0)) / |σ(x) − σ(0)|: positive features would nearly be parallel."""
@@ -87,16 +83,13 @@ class Rule(MemoryRule):
 def gated_delta_scan(
     key: Tensor, value: Tensor, log_weight: Tensor, memory: Tensor, continues: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """M before each segment, `[B, N, K, D, E]`, and after the last, `[B, K, D, E]`.
-
-    A chunk has at most as many tokens as a head is wide: then neither T nor the states between chunks hold more numbers than
-    the tokens do.
+    """M before each segment, `[B, N, K, D, E]`, and after the last, `[B, K, D, E]`. A chunk has at most as many tokens as a
+    head is wide: then neither T nor the states between chunks hold more numbers than the tokens do.
 
     Args:
         key: k, `[B, N, K, P, D]`; value: v, `[B, N, K, P, E]`; log_weight: log β and log α, `[B, N, K, P, 2]`. A token with
             k = 0 and log α = 0 changes nothing.
-        memory: before the first segment, `[B, K, D, E]`.
-        continues: `[B, N]` bool: where it is False, M begins again at zero behind it; `None`: nowhere.
+        memory, continues: as in [`MemoryRule.states`].
     """
     width = key.shape[-1]
     chunks = -(-key.shape[-2] // width)
@@ -116,11 +109,7 @@ def gated_delta_scan(
 
 
 def _chunk_weights(key: Tensor, log_beta: Tensor, log_kept: Tensor) -> Tensor:
-    """Z = β (I + T)⁻ᵀ (g_P / g) K, `[chunks, P, D]`, with P the chunk's last token.
-
-    Args:
-        key: `[chunks, P, D]`; log_beta, log_kept: log β and log g, `[chunks, P]`.
-    """
+    """Z = β (I + T)⁻ᵀ (g_P / g) K, `[chunks, P, D]`, with P the chunk's last token; `log_kept`: log g, `[chunks, P]`."""
     beta = log_beta.exp()
     decay = (log_kept.unsqueeze(-1) - log_kept.unsqueeze(-2)).tril(-1).exp()  # no exponent is positive
     below = key @ key.mT * decay * beta.unsqueeze(-1)  # T below the diagonal; nothing else of it is read

@@ -1,7 +1,4 @@
-"""M_{n+1} = M_n + T_n − B_n M_n, block after block: the scan of the rules that are affine in the memory.
-
-Shapes: `B` batch, `N` blocks (segments, or chunks of them), `K` key/value heads, `D` head dimension, `E` value dimension.
-"""
+"""The scan of the rules that are affine in the memory. Shapes as in memory.py; `N` blocks: segments, or chunks of them."""
 
 import math
 
@@ -18,8 +15,7 @@ class DeltaScan(Function):
 
     with g_n the gradient of M_n:  g_n += g_{n+1} − B_nᵀ g_{n+1},  g_T_n = g_{n+1},  g_B_n = −g_{n+1} M_nᵀ.
 
-    Only changes are multiplied: a product of the whole state would round it once more at every block. The scan backwards
-    touches the states' gradient only; what is owed to B is worked out for all blocks at once.
+    Only changes are multiplied: a product of the whole state would round it once more at every block.
 
     Args:
         target: T, `[B, N, K, D, E]`; factor: B, `[B, N, K, D, D]`; incoming: M_0, `[B, K, D, E]`.
@@ -58,9 +54,9 @@ def _scan(state: Tensor, added: Tensor, factor: Tensor, keeps: Tensor | None) ->
     """x before each block, `[B, N, K, D, E]`, and after the last, of x ← x + added − factor x in each. Where `keeps`
     `[B, N]` is False the block reads zero instead of its x.
 
-    A GPU spends a loop over small states waiting for kernels to be launched. There the blocks are scanned in groups, all
-    groups at once: first from zero and from the columns of the identity, which gives each group's map; then a loop over the
-    maps finds the state before each group; from these the groups are scanned once more.
+    On a GPU, where a loop over small states waits for kernels to be launched, blocks are scanned in groups, all groups at
+    once: first from zero and from the columns of the identity, which gives each group's map; then a loop over the maps finds
+    the state before each group; from these the groups are scanned once more.
     """
     (rows, blocks), (height, width) = added.shape[:2], state.shape[-2:]
     size = 1

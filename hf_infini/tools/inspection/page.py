@@ -1,8 +1,6 @@
 """One HTML page of what [`hf_infini.inspect_attention`] found: no other file, nothing from a network.
 
-Its frame is `page.html`, which takes in the style `page.css` and the scripts, plain JavaScript without a library: what it
-says (`strings.js`), its numbers and colours (`page.js`), a head's heat map (`map.js`), what it keeps (`fates.js`), the
-charts and tables of the memory (`charts.js`), and what reacts to the reader (`start.js`).
+Its frame is `page.html`, which takes in the style `page.css` and the scripts, plain JavaScript without a library.
 """
 
 import base64
@@ -20,13 +18,11 @@ SCRIPTS = ("strings.js", "page.js", "map.js", "fates.js", "charts.js", "start.js
 
 
 def inspection_page(inspection: Inspection, *, title: str | None = None, row: int = 0) -> str:
-    """The page, as HTML text: each head's weights with their tokens, and the memory. It takes about 1.3 · tokens² bytes for
-    each head.
+    """The page, as HTML text: each head's weights with their tokens, and the memory, in about 1.3 · tokens² bytes for each.
 
     Args:
         inspection: of a model's layers, at least one of which has attention heads.
-        title: by default the model's name.
-        row: of the batch.
+        title: by default the model's name; row: of the batch.
     """
     title, layers = title or inspection.name, [_layer_data(layer, row) for layer in inspection.layers.values()]
     data = {"title": title, "tokens": inspection.texts[row], "layers": layers}
@@ -66,7 +62,7 @@ def _layer_data(layer: LayerInspection, row: int) -> dict:
 
 
 def _text(name: str) -> str:
-    """A file beside this module, such as the script: the wheel holds the kinds that pyproject.toml lists."""
+    """A file beside this module, of the kinds that pyproject.toml lists."""
     return resources.files("hf_infini.tools.inspection").joinpath(name).read_text(encoding="utf-8")
 
 

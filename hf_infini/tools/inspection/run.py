@@ -1,8 +1,5 @@
-"""Runs a model once and collects what its heads did.
-
-A layer's output alone does not show its heads: the output projection mixes them, and fused kernels never write the weights
-down. So the model runs with functions in their place that do: one where a model of transformers looks for its attention, and
-one where a layer with a memory looks for its backend.
+"""Runs a model once and collects what its heads did, with functions that write the weights down: one where a model of
+transformers looks for its attention, and one where a layer with a memory looks for its backend.
 
 Shapes: `B` batch, `H` heads, `K` key/value heads, `T` tokens, `S` segments, `C` slots of one, `D` head dimension.
 """
@@ -26,6 +23,7 @@ from ...ops.checks import check_kinds
 from ...ops.layout.base import GridLayout
 from ...ops.scores import visible_softmax
 from ...ops.state import Attended, AttentionCall, InfiniState, Projections
+from ...ops.window import ScoreOptions, masked_scores
 from ...options import layer_kinds
 from .heads import KEPT, MEMORY, NONE, SINK, WINDOW, Inspection, LayerInspection, token_texts
 
@@ -135,30 +133,20 @@ def _caught_parts(
 def softmax_parts(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
 ) -> dict[str, Tensor]:
-    """Scores, weights and heads of softmax(scaling · Q Kᵀ) V.
-
-    Args:
-        query: `[B, H, T, D]`, as it is compared with key `[B, K, T, D]`; value: `[B, K, T, D]`.
-        mask: bool, True = visible, broadcast to `[B, H, T, T]`; `None`: what causality leaves.
-        softcap: scores s become `softcap · tanh(s / softcap)`.
-    """
+    """Scores, weights and heads of softmax(scaling · Q Kᵀ) V, of query `[B, H, T, D]` and key `[B, K, T, D]` as they are
+    compared, and value `[B, K, T, D]`; mask: bool, True = visible, broadcast; `None`: what causality leaves."""
     groups = query.shape[1] // key.shape[1]
     query, key, value = _widen(query), *(_widen(part).repeat_interleave(groups, 1) for part in (key, value))
     if mask is None:
         mask = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = scores if softcap is None else (scores / softcap).tanh() * softcap
-    scores, weights = visible_softmax(scores, mask)
+    scores, weights = visible_softmax(masked_scores(query, key, None, ScoreOptions(scaling, softcap=softcap)), mask)
     return {"scores": scores, "weights": weights, "heads": weights @ value}
 
 
 def _memory_parts(call: AttentionCall) -> dict[str, Tensor]:
-    """What the heads of a layer with a memory did, in a call that begins its rows.
-
-    With A_mem the heads' memory reads (equation 3), A_local their softmax attention (equation 2), and g the memory's share
-    of each token: heads = g · A_mem + (1 − g) · A_local (equation 5). A closed gate gives A_local, an open one A_mem. Both
-    are linear in the values: where each token's value is its unit vector, they are the weights.
-    """
+    """What the heads of a layer with a memory did, in a call that begins its rows. A closed gate gives the local attention,
+    an open one what the memory reads (equation 5). Both are linear in the values: where each token's value is its unit
+    vector, they are the weights."""
     widened: Any = (None if part is None else _widen(part) for part in call.tokens)
     call, gate = call._replace(tokens=Projections(*widened)), _widen(call.gate)
     local, weights, _ = _attended(call, torch.full_like(gate, -torch.inf))
@@ -223,10 +211,7 @@ def _scores(call: AttentionCall, weights: Tensor) -> Tensor:
 
 def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
     """`[B, K, S + 1, T]`, int8: where each token is, as a number of `FATES`, when each segment is read and after the last.
-
-    Args:
-        segments: of the tokens, `[B, T]`; taken_in: by the memory, `[B, K, S + 1, T]` bool.
-    """
+    `segments`: of the tokens, `[B, T]`; `taken_in`: by the memory, `[B, K, S + 1, T]` bool."""
     moments = torch.arange(layout.segments + 1, device=segments.device)
     latest = moments.minimum(layout.document[:, -1:] + layout.tokens_seen.unsqueeze(1) // layout.segment_length)
     ago = latest.unsqueeze(2) - segments.unsqueeze(1)  # [B, S + 1, T], in segments

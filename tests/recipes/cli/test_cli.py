@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -18,7 +20,7 @@ from cli import NotPossible, UserError, exit_on_error, option, parse_options
 from cli.model_options import ModelOptions
 from cli.names import check_name
 from hf_infini.models.scratch.options import ScratchOptions
-from hf_infini.options import MemoryOptions, choices
+from hf_infini.options import MemoryOptions
 from running import load_recipe
 
 
@@ -219,8 +221,9 @@ def test_the_help_of_train_is_short_and_help_all_has_the_rest(helps):
     text = "\n".join(all_lines)
     options = {field.name: field for kind in (MemoryOptions, ScratchOptions) for field in dataclasses.fields(kind)}
     assert {f"--{name}" for name in options} <= everything  # as hf_infini tells them
-    for name, allowed in {**choices(MemoryOptions), **choices(ScratchOptions)}.items():
-        assert name in ("attention", "position_encoding") or f"--{name} {{{','.join(allowed)}}}" in text
+    for name, kind in {**typing.get_type_hints(MemoryOptions), **typing.get_type_hints(ScratchOptions)}.items():
+        if typing.get_origin(kind) is Literal and name not in ("attention", "position_encoding"):
+            assert f"--{name} {{{','.join(typing.get_args(kind))}}}" in text
     assert parse_options(ModelOptions, description="", argv=["--memory_conv", "3", "--rope_theta", "9"])[0].memory_conv == 3
 
 
