@@ -1,7 +1,6 @@
 """What compiled steps of `generate` read and write: tensors that stay where they are. CUDA graphs know addresses only."""
 
 import weakref
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -59,13 +58,13 @@ class StepCache(InfiniCache):
         for _, layer in pairs:  # a graph cannot see that no token is special
             if self._config.mask_special_tokens and layer.state.local_skipped is None:
                 nothing = torch.zeros_like(layer.state.local_key[:, 0, :, 0], dtype=torch.bool)
-                layer.state = replace(layer.state, local_skipped=nothing)
+                layer.state = layer.state.having(local_skipped=nothing)
         if _signatures(self.tensors()) != _signatures(cache.tensors()):
             self.text, shared = {name: _static_like(tensor) for name, tensor in cache.text.items()}, {}
             for own, _ in pairs:
                 own.state = None  # freed before there are new ones
             for own, layer in pairs:
-                own.state = replace(layer.state.map(_static_like), **shared)
+                own.state = layer.state.map(_static_like).having(**shared)
                 shared = shared or {name: getattr(own.state, name) for name in SHARED}
         write_into(self.tensors(), cache.tensors())
         for own, layer in pairs:

@@ -148,7 +148,7 @@ class MemoryLayerMixin(nn.Module):
             if exchange is not None:
                 output = exchange.passed_on_state(self.layer_idx, output, after)
             if cached is not None and after is not None:
-                cached.left.append(replace(after, recent_inputs=recent))
+                cached.left.append(after.having(recent_inputs=recent))
             return output, weights if infini.return_weights else None
 
         return hidden_states, attend_with_memory

@@ -12,7 +12,6 @@ before, and then the tokens of the segments that leave the window: `[B, K, place
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +58,7 @@ class Kept(NamedTuple):
             return torch.cat([sinks, kept, window[:, :, layout.ahead :]], 2)
 
         state = state.map_windows(put, Projections(self.key, *self[:4]))
-        return replace(state, kept_position=self.position[..., 0].contiguous())
+        return state.having(kept_position=self.position[..., 0].contiguous())
 
     def map(self, function: Callable[..., Tensor], *others: "Kept") -> "Kept":
         """`function(part, *of the others)` for each part that there is."""
@@ -160,7 +159,7 @@ class KeptInGrid:
         layout, window = self.layout, state.tensors()["local_score"].detach().clone()
         scores, end = self.scores[:, layout.local_segments :].transpose(2, 3), layout.carried_to
         window[:, :, end - layout.carried : end] = scores.flatten(1, 2)[:, : layout.carried].transpose(1, 2)
-        return tokens._replace(score=layout.from_grid(scores)), replace(state, local_score=window)
+        return tokens._replace(score=layout.from_grid(scores)), state.having(local_score=window)
 
 
 def choosable_segments(layout: GridLayout, key: Tensor) -> int:

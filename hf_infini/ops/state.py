@@ -2,7 +2,7 @@
 and [`AttentionCall`], all that attention is computed from."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -114,7 +114,12 @@ class InfiniState:
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields by name, without those that are `None`."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None}
+        return {name: tensor for name in FIELDS if (tensor := getattr(self, name)) is not None}
+
+    def having(self, **others: Tensor | None) -> "InfiniState":
+        """The state with other fields. `dataclasses.replace` looks their names up in every state, and torch.compile would
+        check each of them before every step."""
+        return InfiniState(**{name: getattr(self, name) for name in FIELDS} | others)
 
     def tokens_left(self) -> Tensor:
         """`[batch]`: how many tokens of the row's document have left the window: they are in the memory, or kept."""
@@ -145,16 +150,16 @@ class InfiniState:
     def map_windows(self, function: Callable[..., Tensor], *tokens: Projections) -> "InfiniState":
         """The state with `function(window, *what the tokens have for the same)` for each of its windows."""
         windows = zip(WINDOWS, self.windows(), *(each[1:] for each in tokens), strict=True)
-        return replace(self, **{name: None if old is None else function(old, *new) for name, old, *new in windows})
+        return self.having(**{name: None if old is None else function(old, *new) for name, old, *new in windows})
 
     def after(self, layout, **tensors: Tensor | None) -> "InfiniState":
         """The state after a call with this [`Layout`], which left these memory, normaliser and windows."""
         counts = {name: getattr(layout, name) for name in COUNTS}
-        return replace(self, local_skipped=layout.next_skipped, **counts, **tensors)
+        return self.having(local_skipped=layout.next_skipped, **counts, **tensors)
 
     def map(self, function) -> "InfiniState":
         """A state whose tensors are all `function(tensor)`: select, repeat or move rows."""
-        return replace(self, **{name: function(tensor) for name, tensor in self.tensors().items()})
+        return self.having(**{name: function(tensor) for name, tensor in self.tensors().items()})
 
     def detach(self) -> "InfiniState":
         """The same state without a graph: no gradient goes back to what made it."""
@@ -167,6 +172,9 @@ class InfiniState:
     def nbytes(self) -> int:
         """Bytes that the tensors hold."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
+
+
+FIELDS = tuple(field.name for field in fields(InfiniState))
 
 
 class AttentionCall(NamedTuple):

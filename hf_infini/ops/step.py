@@ -145,7 +145,7 @@ def step_layout(
         skipped = skipped.index_put((rows, slot), new)
         skipped = skipped if sink is None else skipped.index_put((rows, sink), new)
     last = last_position(1, real, position_ids, state.last_position)
-    state = replace(state, tokens_seen=after, last_position=last, local_skipped=skipped)
+    state = state.having(tokens_seen=after, last_position=last, local_skipped=skipped)
     border = segment_border(state, sizes, completing if completes_segments else None, complete_rows)
     given: dict[str, Any] = {field.name: getattr(border, field.name) for field in fields(border)}
     given |= {"positions": seen.unsqueeze(1), "real": real}
@@ -178,7 +178,7 @@ def attend_step(call: AttentionCall) -> Attended:
             scores[:, :, : layout.sink_tokens].zero_()  # they need none
         if "attention" in KEEP_SCORES[rule.keep_score]:
             _add_received(scores, grouped, seen_keys, layout, softmax)
-        state = replace(state, local_score=scores)
+        state = state.having(local_score=scores)
     weights = None
     if softmax.written_out or softmax.softcap or are_few(grouped):
         weights = softmax_weights(grouped, seen_keys, layout.visible, softmax, values.dtype)
@@ -214,7 +214,7 @@ def with_segments_complete(rule: MemoryRule, state: InfiniState, border: Segment
         return state
 
     def complete(taken_in, numbers, *parts):
-        rows, kept = replace(state, **dict(zip(old, parts, strict=True))), None
+        rows, kept = state.having(**dict(zip(old, parts, strict=True))), None
         oldest: Any = (None if window is None else border.oldest(window).unsqueeze(1) for window in rows.windows())
         keys, values, log_weights, scores = oldest  # [B, 1, K, L, dim]
         mask, dtype = taken_in[:, None, None, :], rows.memory.dtype
@@ -226,10 +226,10 @@ def with_segments_complete(rule: MemoryRule, state: InfiniState, border: Segment
             mask = number[..., 0] >= 0
         written = rule.written(keys.to(dtype), values.to(dtype), log_weights, mask.unsqueeze(-1))
         _, (memory, normaliser) = rule.states(written, rows.memory, rows.normaliser)
-        rows = replace(rows.map_windows(border.shift), memory=memory, normaliser=normaliser)
+        rows = rows.map_windows(border.shift).having(memory=memory, normaliser=normaliser)
         rows = rows if kept is None else kept.into(rows, border)
         return tuple(getattr(rows, name) for name in old)
 
     names = ("memory", "normaliser", *WINDOWS, "kept_position")
     old = {name: tensor for name in names if (tensor := getattr(state, name)) is not None}
-    return replace(state, **dict(zip(old, border.in_complete_rows(complete, *old.values()), strict=True)))
+    return state.having(**dict(zip(old, border.in_complete_rows(complete, *old.values()), strict=True)))

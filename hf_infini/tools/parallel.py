@@ -10,7 +10,6 @@ beginning and the end. Every rank is given the whole rows, and lays out what com
 import copy
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -192,7 +191,7 @@ class ShardCache(InfiniCache):
             before = InfiniState.initial(nothing, nothing, *self.window) if past is None else past
             self.layout_before = layout
             # To the next layout, all that has left the window is in the memory
-            self.before = replace(before.after(layout), memory_tokens=layout.left[:, -1], kept_position=None)
+            self.before = before.after(layout).having(memory_tokens=layout.left[:, -1], kept_position=None)
 
     def check_agreement(self, batch: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
         """ValueError on every rank unless all call the same model on shards of the same rows."""
@@ -220,7 +219,7 @@ class ShardCache(InfiniCache):
         state = state if self.layout_before is None else state.after(self.layout_before)
         own = _of_layer(state)
         parts = self.received((layer, "state"), [*own.values()], *tokens)
-        return replace(state, **dict(zip(own, parts, strict=True)))
+        return state.having(**dict(zip(own, parts, strict=True)))
 
     def passed_on_state(self, layer: int, output: Tensor, state: InfiniState) -> Tensor:
         """The `output` of a layer's attention, after which its state is this."""
