@@ -147,11 +147,6 @@ class MemoryOptions(ConfigBase):
                 "a memory holds what came before, and with is_causal=False or use_bidirectional_attention tokens see what "
                 "comes after them: leave it out."
             )
-        if self.memory_write == "learned" and self.update_rule == "gated_delta":
-            raise ValueError(
-                "update_rule='gated_delta' does not go with memory_write='learned': its β already is a learned weight of "
-                "each token."
-            )
         if self.memory_write == "learned" and self.feature_map == "elu":
             raise ValueError(
                 "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' with it; "
