@@ -203,8 +203,6 @@ class InfiniCache(Cache):
                 "padding; what generate() has appended after the end of a row is text to the cache."
             )
 
-    # --- memory files -----------------------------------------------------------------------------------------------------
-
     @check_kinds
     def save_pretrained(
         self, path: str | Path, model: nn.Module | dict, *, text_sha256: Sequence[str] | None = None

@@ -52,9 +52,6 @@ def describe_model(model: nn.Module) -> dict:
     Reads every weight once to hash it: about a second for 124 million parameters in float32 on one core. For many files of
     one model, call it once and give the result to [`InfiniCache.save_pretrained`].
 
-    Args:
-        model: a model with a memory, whose adapters are merged into its weights.
-
     Returns:
         `config`, the options that decide what a memory means; `dtype`, of the weights; `adapters`, none; and
         `weights_sha256`, of the parameters and buffers that the base model saves, without the language-model head.
@@ -86,12 +83,9 @@ def describe_model(model: nn.Module) -> dict:
 
 def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict) -> None:
     """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the old file or the new one,
-    also where several processes write the same file: each writes a temporary file, `NAME.….part` in the same folder, and
-    the last to finish wins. The same content gives the same bytes. Folders on the way are made.
-
-    Raises:
-        OSError: the file cannot be written, or is a folder; an old one is still there.
-    """
+    also where several processes write the same file: each writes a temporary file, `NAME.….part` in the same folder, and the
+    last to finish wins. The same content gives the same bytes. Folders on the way are made. OSError where the file cannot be
+    written, or is a folder; an old one is still there."""
     path = Path(path)
     # Copies: layers share tensors, and views of larger ones
     form: dict[str, Any] = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}

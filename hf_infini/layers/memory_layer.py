@@ -37,7 +37,6 @@ PARAMETERS += ("keep_weight", *(name for rule in RULES.values() for name in rule
 INTERFACE = f"infini_attention of {__name__}"
 TEST_TOKENS = 12  # with which a swapped layer is compared with its own attention
 
-
 # Takes query, key and value, `[batch, heads, tokens, head_dim]`, un-rotated, and how they are compared; gives the heads'
 # output, `[batch, heads, tokens, head_dim]`, and the local weights, or `None`
 Attend = Callable[[Tensor, Tensor, Tensor, ScoreOptions], tuple[Tensor, Tensor | None]]
@@ -283,8 +282,10 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         infini = given.get("attention_mask") if infini is None else infini  # of a layer that drops keywords
         if infini is None:
             raise ValueError(f"a {type(self).__name__} needs what its model makes for all layers: call the model.")
-        tables = infini.rotary.get(self.rotary_type)
-        turning, attend = self.turning(tables), self._attend_in_one_window
+        tables, attend = infini.rotary.get(self.rotary_type), self._attend_in_one_window
+        turning: dict[str, Any] = {"rotary": tables}
+        if self.turning_function is not None:  # a GPT-2, perhaps with rotary positions, turns nothing itself
+            turning = {"rotary": tables if self.turns_states else None, "turn": self.turn}
         if infini.layout is not None:
             hidden_states, attend = self.begin(hidden_states, infini)
 
@@ -292,7 +293,8 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             return attend(query, key, value, replace(options, written_out=infini.return_weights, **turning))
 
         if tables is not None and "position_embeddings" in self.argument_names:
-            given["position_embeddings"] = neutral(tables)
+            ones, *sines = (table[None, :1] for table in tables)  # with them, the own forward turns nothing
+            given["position_embeddings"] = own_form((torch.ones_like(ones), *map(torch.zeros_like, sines)))
         # The cache tells how many columns came before (Llama 4 asks), and keeps nothing of keys and values: `attend` does
         given |= {"attention_mask": None, self.cache_argument: infini.cache, "attend": attend_rotated}
         return super().forward(hidden_states, **given)
@@ -308,12 +310,6 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         query, key = options.compared_queries(query, places), options.compared_keys(key, places)
         query, key, value = (part[:, None] for part in (query, key, value))  # one segment
         return window_attention(query, key, value, None, options)[0][:, 0], None
-
-    def turning(self, tables: tuple[Tensor, ...] | None) -> dict[str, Any]:
-        """The [`ScoreOptions`] that say how queries and keys are turned, of the model's tables."""
-        if self.turning_function is None:  # a GPT-2, perhaps with rotary positions: the own attention turns nothing
-            return {"rotary": tables}
-        return {"rotary": tables if self.turns_states else None, "turn": self.turn}
 
     def turn(self, states: Tensor, *places: Tensor) -> Tensor:
         """States `[…, tokens, head_dim]` turned by the model's own function; `places`: their rows of the tables, `[tokens,
@@ -360,9 +356,3 @@ def in_evaluation(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
-
-
-def neutral(tables: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
-    """Position embeddings `[1, 1, width]` that turn nothing, in the form of a window's tables."""
-    ones, *sines = (table[None, :1] for table in tables)
-    return own_form((torch.ones_like(ones), *map(torch.zeros_like, sines)))

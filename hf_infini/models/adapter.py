@@ -118,7 +118,7 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"an adapter of a memory is put on a plain model of transformers; got a {type(model).__name__}.")
-    record = read_record(path, **hub)
+    record = json.loads(_file(path, RECORD, hub).read_text("utf-8"))
     _check_model(path, describe(model), record["model"])
     config, options = _peft_config(path, hub), without_removed(record["options"])
     adapted = patch_model(model, **options if kept_tokens is None else options | {"kept_tokens": kept_tokens})
@@ -134,11 +134,6 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
 def merged(model) -> PreTrainedModel:
     """What [`load_adapter`] gives, with PEFT's adapter, if there is one, added to the model's weights."""
     return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
-
-
-def read_record(path, **hub) -> dict[str, dict]:
-    """An adapter's `options` of [`patch_model`], and `model`, as [`describe`] tells it; errors as [`load_adapter`]."""
-    return json.loads(_file(path, RECORD, hub).read_text("utf-8"))
 
 
 def restore_adapter(model, path, **hub) -> None:

@@ -1,5 +1,4 @@
-"""What the kernels of the linear rule share: their arguments, which token is in a slot, loading and storing rows, products,
-features and rotation.
+"""What the kernels of the linear rule share.
 
 A *row* is a place in the tensors of keys: first what the grid holds of the state's window (`carried` rows), then the call's
 tokens; −1 where a slot is empty. Queries and outputs have only the tokens. A *state* is D · E + D numbers in float32, M and
@@ -81,8 +80,7 @@ def slope(x, f, C: tl.constexpr):
 
 @triton.jit
 def tile_of(grid, TILE: tl.constexpr):
-    """The segment of this program, its first slot, its head and its row of the batch, in a grid (segments · ⌈width / TILE⌉,
-    heads, batch)."""
+    """The segment of this program, its first slot, its head and its row of the batch."""
     tiles = tl.cdiv(grid.width, TILE)
     return tl.program_id(0) // tiles, tl.program_id(0) % tiles * TILE, tl.program_id(1), tl.program_id(2)
 
