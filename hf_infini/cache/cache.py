@@ -25,8 +25,8 @@ TEXT_END = 64  # so many last ids tell a text from another
 class InfiniLayer(CacheLayerMixin):
     """One layer's `state` between two calls, an [`InfiniState`], or `None` before the first. Without gradients, the next
     token may be written into it in place: to keep one, copy it (`copy.deepcopy`). `columns`: tokens passed so far, padding
-    included; `left`: in the cache of one call, [`InfiniCache.for_call`], the state after it, in a list, as torch.compile
-    does not see that an attribute is set."""
+    included; `left`: in the cache of one call, the state after it, in a list: torch.compile sees no attribute that is
+    set."""
 
     def __init__(self, state: InfiniState | None = None, columns: int = 0, left: list[InfiniState] | None = None):
         super().__init__()

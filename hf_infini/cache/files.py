@@ -1,8 +1,7 @@
 """Memory files: what a model remembers of a text, in one safetensors file from which the same weights continue.
 
-[`InfiniCache.save_pretrained`] and `from_pretrained` write and read them; this module has the format. The tensors are
-those of the cache, by name (`layers.0.memory`, …, `text_end`) and with their dtypes. The metadata hold one JSON
-object, the record:
+[`InfiniCache.save_pretrained`] and `from_pretrained` write and read them. The tensors are those of the cache, by name
+(`layers.0.memory`, …, `text_end`) and with their dtypes. The metadata hold one JSON object, the record:
 
 | entry | |
 | --- | --- |

@@ -196,8 +196,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
     hook: RemovableHandle  # of [`pass_on`], where the decoder layer needs it
 
     def swap_in(self, config, tables: dict[str | None, tuple[Tensor, ...]], dtype: torch.dtype) -> None:
-        """Gives the layer its memory, by the model's configuration and [`InfiniModelMixin.rotary_tables`]; `dtype`: where
-        the layer's weights are quantized."""
+        """Gives the layer its memory; `tables`: [`InfiniModelMixin.rotary_tables`]; `dtype`: where weights are quantized."""
         self.options, self.config = config, copy.copy(config)
         self.config._attn_implementation = INTERFACE  # by which the own forward chooses its attention function
         self.head_counts = config.num_attention_heads, *key_heads(config)

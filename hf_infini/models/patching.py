@@ -27,8 +27,7 @@ def patch_model(model, **options):
 
     Raises:
         ValueError: a model of another kind, one that is patched already, or one with cross-attention; a layer that computes
-            something else with its memory empty. Whatever else an attention raises that is called otherwise than by its
-            model; the model is as it was then, too.
+            something else with its memory empty. After this or any other error the model is as it was.
     """
     if isinstance(model, InfiniPreTrainedMixin):
         raise ValueError("this model has Infini-attention already; unpatch_model() it first to change its options.")

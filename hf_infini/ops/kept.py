@@ -171,8 +171,8 @@ def choosable_segments(layout: GridLayout, key: Tensor) -> int:
 def with_kept(
     keys: Tensor, values: Tensor, mask: Tensor, seen: Kept, layout: GridLayout, softmax: ScoreOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, as they are compared, values `[B, N, K, W, D]` and mask of windows, with the kept tokens that they see between
-    sinks and segments."""
+    """Keys, as they are compared, values `[B, N, K, W, D]` and mask of windows, with kept tokens between sinks and
+    segments."""
     sinks, most = layout.sink_tokens, layout.most_kept
     if not most:
         return keys, values, mask

@@ -13,8 +13,7 @@ def are_few(rows: Tensor) -> bool:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right`, for `[…, rows, D]` and `[…, D, columns]`. Of few rows in a graph of torch.compile: a sum in float32 or
-    wider, which is fused with what comes before and after it. A kernel of matrix products is one more to start, and leaves
-    most of a GPU idle."""
+    wider, which is fused with what comes before and after it: one kernel less to start."""
     if not are_few(left):
         return left @ right
     wide = torch.promote_types(left.dtype, torch.float32)

@@ -49,8 +49,7 @@ class InfiniState:
         local_skipped: `[batch, P]` bool: which tokens of the window `memory_mask` keeps out of the memory; `None`: none.
         tokens_seen: `[batch]`, int64: real tokens of the row's current document.
         last_position: `[batch]`, int64: position id of the last real token, −1 before the first.
-        memory_tokens: `[batch]`, int64: tokens of the row's current document that the memory holds; without any it is not
-            read.
+        memory_tokens: `[batch]`, int64: tokens of the row's current document that the memory holds.
         recent_inputs: `[batch, taps − 1, channels]`, what the short convolution still needs of the row's document, oldest
             first and zero where there is none; `None` without a convolution.
     """
@@ -82,14 +81,9 @@ class InfiniState:
         rule: MemoryRule | None = None,
         weighted: bool = False,
     ) -> "InfiniState":
-        """The state before the first token of every row.
-
-        Args:
-            key: `[batch, kv_heads, tokens, head_dim]` and value `[batch, kv_heads, tokens, value_dim]`: only their shapes,
-                dtype and device are read.
-            segment_length, local_segments, sink_tokens, kept_tokens: `L`, `w`, `S` and `K`, as of [`infini_attention`].
-            rule: how the memory is written; `None`: by the linear rule. weighted: whether tokens have a `log_weight`.
-        """
+        """The state before the first token of every row. Of `key` `[batch, kv_heads, tokens, head_dim]` and `value` only the
+        shapes, dtype and device are read; `L`, `w`, `S` and `K` as of [`infini_attention`]; `rule`: how the memory is
+        written, `None`: by the linear rule; `weighted`: whether tokens have a `log_weight`."""
         rule = MemoryRule() if rule is None else rule
         check_window(segment_length, local_segments, sink_tokens, kept_tokens)
         batch, heads, _, head_dim = key.shape
@@ -117,8 +111,7 @@ class InfiniState:
         return {name: tensor for name in FIELDS if (tensor := getattr(self, name)) is not None}
 
     def having(self, **others: Tensor | None) -> "InfiniState":
-        """The state with other fields. `dataclasses.replace` looks their names up in every state, and torch.compile would
-        check each of them before every step."""
+        """The state with other fields. (torch.compile would check every name that `dataclasses.replace` looks up.)"""
         return InfiniState(**{name: getattr(self, name) for name in FIELDS} | others)
 
     def tokens_left(self) -> Tensor:

@@ -1,5 +1,4 @@
-"""One more token for every row, the step that `generate` repeats: its layout, [`StepLayout`], and equations 2 to 5 on the
-window itself instead of a grid.
+"""One more token for every row, the step that `generate` repeats: its layout and equations 2 to 5 on the window itself.
 
 A row whose segment is full writes the oldest segment of its window into the memory, and moves the window one segment on.
 """

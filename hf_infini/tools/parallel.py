@@ -61,8 +61,7 @@ def shard_rows(
         `cache` (before transformers 5.24 `past_key_values`), the [`ShardCache`] of this one call; and `use_cache` False.
 
     Raises:
-        ValueError: the rows have fewer than 2 tokens for every rank, or some layers of the model have no memory; on every
-            rank.
+        ValueError: on every rank: the rows have fewer than 2 tokens for each, or some layers of the model have no memory.
     """
     shapes = {name: list(part.shape) for name, part in batch.items()}
     text: Any = batch.get("input_ids", batch.get("inputs_embeds"))
@@ -118,8 +117,8 @@ class ShardCache(InfiniCache):
     arguments it has. Only [`ShardCache.whole`] can be continued.
 
     Raises:
-        ValueError: as [`shard_rows`]. In a call: the ranks' models, versions, rows or shards do not fit together (on every
-            rank).
+        ValueError: on every rank, as [`shard_rows`]. In a call: the ranks' models, versions, rows or shards do not fit
+            together.
     """
 
     def __init__(self, config: PreTrainedConfig, batch: Mapping[str, Tensor], group, past: InfiniCache | None):

@@ -72,8 +72,7 @@ class Reader:
         Args:
             file: a memory file of the text, which is read if it is there, and written if not. While the model reads,
                 `NAME.partial` has what it has read so far: after a kill the same call goes on there.
-            split_special_tokens: whether words of the text that spell the tokenizer's special tokens are plain text, as in
-                a document of somebody else's.
+            split_special_tokens: whether words of the text that spell special tokens are plain text, as in a document.
             progress: whether a bar shows how far it is, and the time left.
 
         Returns:

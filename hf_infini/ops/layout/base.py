@@ -80,8 +80,8 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class GridLayout(Layout):
-    """A layout in a grid. The memory takes in a segment when it leaves the window, `w` segments later: what it takes in is
-    counted in the grid *delayed* by so many."""
+    """A layout in a grid; the memory takes in the grid *delayed* by `w` segments, as a segment leaves the window so much
+    later."""
 
     batch: int
     tokens: int
@@ -143,8 +143,8 @@ class GridLayout(Layout):
         return self._rows(new, window, self.sink_rows)
 
     def _rows(self, new: Tensor, window: Tensor, index: Tensor) -> Tensor:
-        """The rows at `index` `[batch or 1, …]` of (the state's window up to `carried_to`, new tokens), `[batch, …, heads,
-        dim]`; zero at −1."""
+        """Rows of (the window up to `carried_to`, new tokens) at `index` `[batch or 1, …]`, `[batch, …, heads, dim]`; 0 at
+        −1."""
         rows = torch.cat([window[:, :, : self.carried_to], new], 2) if self.carried_to else new
         batch = torch.arange(self.batch, device=rows.device).view(-1, *(1,) * (index.dim() - 1))
         # Advanced indices, whose gradient is summed in a fixed order

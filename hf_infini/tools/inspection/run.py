@@ -39,8 +39,7 @@ def inspect_attention(
     *,
     layers: Sequence[int] | None = None,
 ) -> Inspection:
-    """Runs a model once, in evaluation mode and without a cache, and returns what every head of it did. The model is left as
-    it was.
+    """Runs a model once, without a cache, in evaluation mode, leaves it as it was, and returns what every head of it did.
 
     Args:
         model: a decoder that [`hf_infini.patch_model`] takes, with a memory (in all layers or some) or without, or a
@@ -145,8 +144,7 @@ def softmax_parts(
 
 def _memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     """What the heads of a layer with a memory did, in a call that begins its rows. A closed gate gives the local attention,
-    an open one what the memory reads (equation 5). Both are linear in the values: where each token's value is its unit
-    vector, they are the weights."""
+    an open one what the memory reads (equation 5). Both are linear in the values: of unit vectors they are the weights."""
     widened: Any = (None if part is None else _widen(part) for part in call.tokens)
     call, gate = call._replace(tokens=Projections(*widened)), _widen(call.gate)
     local, weights, _ = _attended(call, torch.full_like(gate, -torch.inf))
