@@ -25,8 +25,7 @@ TEXT_END = 64  # so many last ids tell a text from another
 class InfiniLayer(CacheLayerMixin):
     """One layer's `state` between two calls, an [`InfiniState`], or `None` before the first. Without gradients, the next
     token may be written into it in place: to keep one, copy it (`copy.deepcopy`). `columns`: tokens passed so far, padding
-    included; `left`: in the cache of one call, the state after it, in a list: torch.compile sees no attribute that is
-    set."""
+    included; `left`: in the cache of one call, the state after it, in a list: torch.compile sees no attribute set."""
 
     def __init__(self, state: InfiniState | None = None, columns: int = 0, left: list[InfiniState] | None = None):
         super().__init__()
@@ -131,8 +130,8 @@ class InfiniCache(Cache):
 
     def for_call(self) -> Cache:
         """What the layers with memory are given in one call: they take their states from it, and leave the next ones in it.
-        [`InfiniCache.advance`] takes these over when all layers are through: a call that fails changes nothing here, nor
-        does a layer that gradient checkpointing runs a second time."""
+        `advance` takes these over when all layers are through: a call that fails, or a layer that gradient checkpointing
+        runs a second time, changes nothing here."""
         return Cache([InfiniLayer(e.state, e.columns, []) if isinstance(e, InfiniLayer) else e for e in self.layers])
 
     def exchange(self) -> Any:
@@ -170,9 +169,8 @@ class InfiniCache(Cache):
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
         """The mask with which `generate()` continues from this cache with only new tokens, for example from a memory file,
         whose ids are gone: `generate(ids, attention_mask=cache.attention_mask(mask), cache=cache)` (before transformers 5.24
-        `past_key_values=cache`). Without this mask, ids are a whole text, which begins with what the cache has read.
-        `attention_mask`: `[batch, tokens]` of the new tokens, 1 = real, 0 = padding; what is returned is `[batch, columns +
-        tokens]`, with 1 for all columns that the cache has passed."""
+        `past_key_values=cache`). Without it, ids are a whole text, which begins with what the cache has read. Of a mask
+        `[batch, tokens]` of the new tokens, 1 = real: `[batch, columns + tokens]`, 1 for all that the cache has passed."""
         return F.pad(attention_mask, (self.get_seq_length(), 0), value=1)
 
     def check_ids(self, input_ids: Tensor) -> None:
@@ -207,11 +205,10 @@ class InfiniCache(Cache):
     def save_pretrained(
         self, path: str | Path, model: nn.Module | dict, *, text_sha256: Sequence[str] | None = None
     ) -> None:
-        """Writes what has been read so far into a memory file: the whole state, bit for bit. Whoever reads the file finds
-        the old one or this one, whole, also where several write it: [`write_memory_file`].
+        """Writes what has been read so far into a memory file, by custom `NAME.safetensors`: the whole state, bit for bit.
+        Whoever reads the file finds the old one or this one, whole, also where several write it.
 
         Args:
-            path: the file, by custom `NAME.safetensors`.
             model: the model that filled the cache, or what [`describe_model`] said of it, which is expensive.
             text_sha256: for each row, the sha256 of the text that it has read.
 
@@ -244,11 +241,8 @@ class InfiniCache(Cache):
         cls, path: str | Path, model: nn.Module, *, text_sha256: Sequence[str] | None = None
     ) -> "InfiniCache":
         """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices. Hashes the model's weights to
-        compare them with those that wrote the memory ([`describe_model`]).
-
-        Args:
-            path: the file; model: that continues.
-            text_sha256: for each row, the sha256 of the text that it must have read; `None`: any.
+        compare them with those that wrote the memory ([`describe_model`]). `text_sha256`: for each row, the sha256 of the
+        text that it must have read; `None`: any.
 
         Raises:
             MemoryFileError: the file is damaged, no memory file, or of another model or text; the message says which.

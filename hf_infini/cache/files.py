@@ -107,12 +107,8 @@ def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict
 
 @check_kinds
 def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
-    """Record and tensors (on the CPU, in memory of their own) of a memory file, whole and undamaged.
-
-    Raises:
-        MemoryFileError: this is no memory file, a damaged one, or one of another version.
-        OSError: there is no such file, or it may not be read.
-    """
+    """Record and tensors (on the CPU) of a memory file, whole and undamaged. MemoryFileError where it is none, damaged, or
+    of another version; OSError where there is no such file, or it may not be read."""
     content = Path(path).read_bytes()  # in one read: another writer may replace the file between two
     try:
         metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]

@@ -1,9 +1,7 @@
-"""An attention layer's memory, in any model, and the swap of a decoder's own attention.
-
-[`MemoryLayerMixin`] has the parameters, and one call from the layer's input to the heads' output. [`InfiniAttentionMixin`]
-comes before a decoder's own attention class, whose forward runs with position embeddings that turn nothing. The registered
-attention function gets its queries, keys and values (projected, normed, un-rotated): the memory takes them as they are, and
-the window turns them by its own places with the model's own function, so that no position is larger than a window.
+"""An attention layer's memory, in any model, and the swap of a decoder's own attention, whose forward runs with position
+embeddings that turn nothing. The registered attention function gets its queries, keys and values (projected, normed,
+un-rotated): the memory takes them as they are, and the window turns them by its own places with the model's own function, so
+that no position is larger than a window.
 """
 
 import contextlib

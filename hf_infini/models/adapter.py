@@ -34,8 +34,8 @@ MARK = " with Infini-attention: hf_infini.load_adapter(plain_model, path) loads 
 
 
 def lora_config(model, **options):
-    """PEFT's `LoraConfig` for a model with a memory, whose gates are trained and saved beside the LoRA: PEFT copies them, as
-    all modules in `modules_to_save`. What else the memory has learned is saved as it is now, and not trained.
+    """PEFT's `LoraConfig` for a model with a memory, whose gates are trained and saved beside the LoRA. What else the memory
+    has learned is saved as it is now, and not trained.
 
     Args:
         options: those of `LoraConfig`, such as `r=16`; your `modules_to_save` are added to the gates. Not given, `task_type`
@@ -66,16 +66,9 @@ def lora_config(model, **options):
 
 
 def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
-    """Writes what the memories of a model have learned.
-
-    Args:
-        model: one that [`patch_model`] takes, with its memory, or PEFT's wrapper around one, whose adapter is saved with it.
-        folder: is made where there is none.
-        dtype: of the parameters in the files, of floating point; `None`: their own.
-
-    Raises:
-        ValueError: the model has no such memory, or several adapters of PEFT.
-    """
+    """Writes what the memories of a patched model have learned into a folder, which is made where there is none; of PEFT's
+    wrapper around a model, its adapter, too. `dtype`: of the parameters in the files, of floating point; `None`: their own.
+    ValueError where the model has no such memory, or several adapters of PEFT."""
     inside = inside_of(model)
     if not isinstance(inside, InfiniPreTrainedMixin):
         raise ValueError(f"a {type(inside).__name__} has no Infini-attention, whose parameters could be saved.")
@@ -102,8 +95,7 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
     """Gives a plain model the memories of [`save_adapter`], in place, and PEFT's adapter, if there is one.
 
     Args:
-        model: the plain model that the adapter was trained with; or one whose weights differ a little, because they are
-            quantized or were fine-tuned: a warning says so.
+        model: the plain model of the adapter; or one whose weights differ a little, as quantized ones do: a warning says so.
         path: a folder, or a name on the Hub.
         kept_tokens: how many tokens each head keeps, for which the same scores serve; `None`: as many as when it was saved.
         hub: `revision`, `token`, … of a name on the Hub.

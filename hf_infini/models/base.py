@@ -4,6 +4,7 @@ The layers are swapped in place ([`InfiniAttentionMixin`]); the base model makes
 [`SharedInputs`], and passes it down as a keyword.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -184,6 +185,11 @@ class InfiniModelMixin(ModelBase):
             written_out = getattr(self.config, "position_encoding", None) == "segment"
             masks |= kept_layers_masks(self.config, layout, cache, self.dtype, written_out)
         return masks if self.takes_masks_by_type else next(iter(masks.values()))
+
+
+def with_signature(own: Callable, forward: Callable) -> Callable:
+    """A mixin's `forward` that shows the `own` one's signature, by which others choose what they pass to a model."""
+    return functools.wraps(own)(lambda *args, **kwargs: forward(*args, **kwargs))
 
 
 def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

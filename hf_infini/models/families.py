@@ -18,7 +18,7 @@ from ..compat.cache_name import CACHE
 from ..compat.class_lookups import PREFIX, alias_tokenizer, alias_weights
 from ..compat.hub_code import IS_COPY, carry_code
 from ..layers.memory_layer import InfiniAttentionMixin
-from .base import InfiniModelMixin, InfiniPreTrainedMixin
+from .base import InfiniModelMixin, InfiniPreTrainedMixin, with_signature
 from .generation import MemoryGenerationMixin
 from .gpt2 import InfiniGPT2Config, InfiniGPT2ModelMixin
 from .option_checks import InfiniConfigMixin, checked
@@ -103,8 +103,7 @@ def infini_class(own: type) -> type:
     if own.__name__ == modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type):
         mixin = InfiniGPT2ModelMixin if config is GPT2Config else InfiniModelMixin
         bases.append(mixin)
-        # With the own signature, by which others choose what they pass to a model
-        attributes["forward"] = functools.wraps(own.forward)(lambda *args, **kwargs: mixin.forward(*args, **kwargs))
+        attributes["forward"] = with_signature(own.forward, mixin.forward)
         forward = inspect.unwrap(own.forward)
         attributes["argument_names"] = _arguments(forward)
         attributes["layers_drop_keywords"] = config.model_type in DROP_KEYWORDS

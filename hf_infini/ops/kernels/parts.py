@@ -47,8 +47,7 @@ def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr = None):
 @triton.jit
 def exact_dot(a, b, total, C: tl.constexpr):
     """total + a b as of float32 matrices. Where products have 16 bits, what is not bfloat16 becomes the sum of two numbers
-    that are. Their products have 16 bits at half of what three of 11 bits (tf32x3) cost, and the range of float32, which
-    features need."""
+    that are: products of 16 bits and of the range that features need, at half of what three of 11 bits (tf32x3) cost."""
     if C.DTYPE == tl.float32:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision=PRECISION)
     a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)

@@ -80,8 +80,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class GridLayout(Layout):
-    """A layout in a grid; the memory takes in the grid *delayed* by `w` segments, as a segment leaves the window so much
-    later."""
+    """A layout in a grid. The memory takes in the grid *delayed* by the `w` segments after which one leaves the window."""
 
     batch: int
     tokens: int
@@ -143,7 +142,7 @@ class GridLayout(Layout):
         return self._rows(new, window, self.sink_rows)
 
     def _rows(self, new: Tensor, window: Tensor, index: Tensor) -> Tensor:
-        """Rows of (the window up to `carried_to`, new tokens) at `index` `[batch or 1, …]`, `[batch, …, heads, dim]`; 0 at
+        """Rows of (window up to `carried_to`, new tokens) at `index` `[batch or 1, …]`, `[batch, …, heads, dim]`; 0 at
         −1."""
         rows = torch.cat([window[:, :, : self.carried_to], new], 2) if self.carried_to else new
         batch = torch.arange(self.batch, device=rows.device).view(-1, *(1,) * (index.dim() - 1))
