@@ -140,7 +140,7 @@ class MemoryOptions(ConfigBase):
             return
         if self.segment_length is None:
             raise ValueError("give segment_length, the tokens of a segment, such as 256.")
-        learned, count = self.memory_write == "learned", self.num_hidden_layers
+        count = self.num_hidden_layers
         refused = {
             f"sink_tokens must be fewer than the {self.segment_length} tokens of a segment; got {self.sink_tokens}":
                 self.sink_tokens >= self.segment_length,
@@ -149,10 +149,8 @@ class MemoryOptions(ConfigBase):
             "a memory holds what came before, and with is_causal=False or use_bidirectional_attention tokens see what comes "
             "after them: leave it out":
                 not getattr(self, "is_causal", True) or getattr(self, "use_bidirectional_attention", None),
-            "update_rule='gated_delta' does not go with memory_write='learned': its β already is a learned weight of each "
-            "token": learned and self.update_rule == "gated_delta",
             "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' with it; got "
-            f"feature_map={self.feature_map!r}": learned and self.feature_map == "elu",
+            f"feature_map={self.feature_map!r}": self.memory_write == "learned" and self.feature_map == "elu",
             f"layers must name some of the {count} layers, 0 to {count - 1}, or be None for all; got {self.layers}":
                 self.layers is not None and (not self.layers or not {*self.layers} <= {*range(count)}),
         }  # fmt: skip

@@ -9,6 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from ..compat.hub_code import HubConfigMixin
+from ..ops.rules import RULES
 from ..options import MemoryOptions, check_number, without_removed
 
 
@@ -55,6 +56,15 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
     def own_options(cls) -> list[str]:
         """The names of the options that the own class does not have."""
         return [name for name in cls.__dataclass_fields__ if name not in cls.own_class.__dataclass_fields__]
+
+    def validate_memory_options(self):
+        """Also that no token is weighed twice: a rule with parameters learns its own rates."""
+        if self.has_memory and self.memory_write == "learned" and RULES[self.update_rule].parameters(1, 1):
+            raise ValueError(
+                f"update_rule={self.update_rule!r} does not go with memory_write='learned': it already learns a weight of "
+                "each token."
+            )
+        super().validate_memory_options()
 
     def __post_init__(self, **kwargs):
         """Checks numbers before anything is computed of them."""

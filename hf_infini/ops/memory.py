@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .products import product
+from .window import product
 
 EPS = 1e-6
 EXP_LIMIT = 30.0

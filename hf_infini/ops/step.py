@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from .kept import Kept, keep_best
 from .layout.base import Layout, last_position, pad
 from .memory import KEEP_SCORES, MemoryRule
-from .products import are_few, product
 from .state import COUNTS, WINDOWS, Attended, AttentionCall, InfiniState
-from .window import ScoreOptions, masked_scores, softmax_weights
+from .window import ScoreOptions, are_few, masked_scores, product, softmax_weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .positions import rotate
-from .products import product
 
 # Of a segment. By torch's kernel and by plain operations, forward and backward in bfloat16 on one thread of a Xeon with AMX,
 # torch 2.13, windows of two segments: 20 and 3 ms for 64 segments of 16, 13 and 5 for 16 of 64, 84 and 104 for 8 of 256
 FEW_QUERIES = 128
+# Of a product in a graph of torch.compile. More would read the other factor as often, where a matrix product reads it once
+FEW_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -110,3 +111,17 @@ def masked_scores(query: Tensor, key: Tensor, mask: Tensor | None, softmax: Scor
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return scores
+
+
+def are_few(rows: Tensor) -> bool:
+    """Whether `[…, rows, D]` are so few that a graph of torch.compile had better not make a matrix product of them."""
+    return torch.compiler.is_compiling() and rows.shape[-2] <= FEW_ROWS
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right`, for `[…, rows, D]` and `[…, D, columns]`. Of few rows in a graph of torch.compile: a sum in float32 or
+    wider, which is fused with what comes before and after it: one kernel less to start."""
+    if not are_few(left):
+        return left @ right
+    wide = torch.promote_types(left.dtype, torch.float32)
+    return (left.to(wide).unsqueeze(-1) * right.to(wide).unsqueeze(-3)).sum(-2)

@@ -96,7 +96,7 @@ def test_first_values():
         ({"attention": "local"}, "attention='local' needs a sliding_window of 1 token or more"),
         (
             {"attention": "infini", "segment_length": 4, "update_rule": "gated_delta", "memory_write": "learned"},
-            "update_rule='gated_delta' does not go with memory_write='learned': its β already is",
+            "update_rule='gated_delta' does not go with memory_write='learned': it already learns a weight of each token",
         ),
         ({"attention": "infini", "segment_length": 4, "layers": [0]}, r"layers=\[0\] is not for this model"),
         ({"sliding_window": 5}, "sliding_window=5 belongs to attention='local' and does nothing with 'global'"),

@@ -21,7 +21,7 @@ from hf_infini.cache.step_cache import StepCache
 from hf_infini.compat.cache_name import CACHE, cache_of
 from hf_infini.models import generation
 from hf_infini.ops.layout.build import segment_layout
-from hf_infini.ops.products import FEW, product
+from hf_infini.ops.window import FEW_ROWS, product
 from models import causal_mha, infini_gpt2, token_ids
 
 # Fused kernels round in float32 in other places, and add in another order.
@@ -135,15 +135,15 @@ def test_decoding_is_one_graph_for_all_tokens(name, batch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
 def test_a_graph_multiplies_few_rows_by_a_sum(rows, dtype):
     """In float32, whatever the factors are, where a matrix product would round to their dtype."""
     draw, graphs = torch.Generator().manual_seed(rows), []
     left, right = (torch.randn(size, generator=draw).to(dtype) for size in ((2, 3, rows, 16), (2, 1, 16, 20)))
     compiled = torch.compile(product, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
     found, exact = compiled(left, right), left.double() @ right.double()
-    assert ("@" in graphs[0].code or "matmul" in graphs[0].code) == (rows > FEW)
-    rounding = torch.finfo(dtype if rows > FEW else torch.float32).eps
+    assert ("@" in graphs[0].code or "matmul" in graphs[0].code) == (rows > FEW_ROWS)
+    rounding = torch.finfo(dtype if rows > FEW_ROWS else torch.float32).eps
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=16 * rounding * float(exact.abs().max()))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..memory import MemoryRule, Written
-from ..products import product
+from ..window import product
 from .scan import DeltaScan
 
 # Logits of β and α before training: β = 1/2; α = 0.999994, of which 16,384 tokens leave 90 %, and which still has a gradient
