@@ -130,8 +130,7 @@ class InfiniCache(Cache):
 
     def for_call(self) -> Cache:
         """What the layers with memory are given in one call: they take their states from it, and leave the next ones in it.
-        `advance` takes these over when all layers are through: a call that fails, or a layer that gradient checkpointing
-        runs a second time, changes nothing here."""
+        A call that fails, or a layer that gradient checkpointing runs a second time, changes nothing here."""
         return Cache([InfiniLayer(e.state, e.columns, []) if isinstance(e, InfiniLayer) else e for e in self.layers])
 
     def exchange(self) -> Any:
@@ -241,8 +240,7 @@ class InfiniCache(Cache):
         cls, path: str | Path, model: nn.Module, *, text_sha256: Sequence[str] | None = None
     ) -> "InfiniCache":
         """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices. Hashes the model's weights to
-        compare them with those that wrote the memory ([`describe_model`]). `text_sha256`: for each row, the sha256 of the
-        text that it must have read; `None`: any.
+        compare them with those that wrote the memory. `text_sha256`: for each row, that of the text that it must have read.
 
         Raises:
             MemoryFileError: the file is damaged, no memory file, or of another model or text; the message says which.

@@ -1,7 +1,6 @@
 """An attention layer's memory, in any model, and the swap of a decoder's own attention, whose forward runs with position
 embeddings that turn nothing. The registered attention function gets its queries, keys and values (projected, normed,
-un-rotated): the memory takes them as they are, and the window turns them by its own places with the model's own function, so
-that no position is larger than a window.
+un-rotated): the memory takes them as they are, and the window turns them by its own places with the model's own function.
 """
 
 import contextlib

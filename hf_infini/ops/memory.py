@@ -91,9 +91,8 @@ class MemoryRule:
         self, written: Written, memory: Tensor, normaliser: Tensor, continues: Tensor | None = None
     ) -> tuple[State, State]:
         """Memory and normaliser before each segment, `[B, N, K, D, E]` and `[B, N, K, D]`, and after the last. `written`: by
-        the segments; nothing by one whose document has ended by then. `memory`, `normaliser`: before the first, `[B, K, D,
-        E]` and `[B, K, D]`. `continues`: `[B, N]` bool, False where the state begins again at zero behind the segment;
-        `None`: nowhere."""
+        the segments; nothing by one whose document has ended by then. `memory`, `normaliser`: before the first. `continues`:
+        `[B, N]` bool, False where the state begins again at zero behind the segment; `None`: nowhere."""
         features, value, _ = written
         memories, last_memory = running_sum(features.mT @ value, memory, continues)
         normalisers, last_normaliser = running_sum(features.sum(-2), normaliser, continues)

@@ -1,7 +1,4 @@
-"""Rows that a score of kept tokens is fitted on: running text with invented facts, all of which are asked for at its end.
-
-The facts' forms are in asking_rows.yaml, with what no form may be: one that an evaluation uses.
-"""
+"""Rows that a score of kept tokens is fitted on: running text with invented facts, all of which are asked for at its end."""
 
 import functools
 import random
@@ -34,8 +31,7 @@ def asking_rows(
 ) -> list[list[int]]:
     """Rows for [`hf_infini.fit_keep_score`] from any text, such as the one that will be asked: half of them state and ask in
     English, the others in Portuguese. Between the facts are pieces of the text; a short one comes again. `rows`: how many;
-    `length`: tokens of each; `seed`: of all that is drawn. ValueError where there is no text, or rows are too short for a
-    fact and its question."""
+    `length`: tokens of each; `seed`: of all that is drawn. ValueError without text, or where rows are too short."""
     check_number("rows", rows, {"at_least": 1})
     check_number("length", length, {"at_least": 1})
 

@@ -117,8 +117,7 @@ class ShardCache(InfiniCache):
     arguments it has. Only [`ShardCache.whole`] can be continued.
 
     Raises:
-        ValueError: on every rank, as [`shard_rows`]. In a call: the ranks' models, versions, rows or shards do not fit
-            together.
+        ValueError: on every rank, as [`shard_rows`]; in a call, where models, versions, rows or shards do not fit.
     """
 
     def __init__(self, config: PreTrainedConfig, batch: Mapping[str, Tensor], group, past: InfiniCache | None):
@@ -171,8 +170,6 @@ class ShardCache(InfiniCache):
         """Keeps for `whole` what the call has left."""
         if not torch.is_grad_enabled():
             self.advance_layers(of_call, tokens)
-
-    # --- what [`SharedInputs.exchange`] does for the layers ----------------------------------------------------------------
 
     def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
         """Finds the state that the layout of a call of `[batch, tokens]` continues; masks as of [`segment_layout`]."""

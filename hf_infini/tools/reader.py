@@ -111,8 +111,7 @@ class Reader:
     @check_kinds
     def read_document(self, text: str, *, file: str | Path | None = None, progress: bool = True) -> InfiniCache:
         """Reads the document that all following chats are about: their first message begins with it. What in it spells a
-        special token is plain text; arguments and errors as of [`Reader.read`], and ValueError where the chat template
-        changes what is said."""
+        special token is plain text; arguments and errors as of `read`, and ValueError where the template changes it."""
         head, found, _ = self.rendered([{"role": "user", "content": text}]).partition(text)
         if not found:
             raise ValueError("the chat template changes what is said: set the tokenizer's chat_template to None.")

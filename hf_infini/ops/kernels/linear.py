@@ -20,8 +20,7 @@ from . import backward, forward
 from .parts import INTERPRETED, Constants, Known, Rows, Seeing, Window
 from .rotary import signed_sines
 
-# By kernel: tokens at a time, warps and stages of the software pipeline, the fastest of eight measured on an H100; and what
-# a program has, one of these tiles or a whole segment
+# By kernel: tokens at a time, warps and stages of the pipeline, the fastest of eight on an H100; and what a program has
 KERNELS: dict[str, tuple[Any, dict[str, int], str]] = {
     "turn": (forward.turn_kernel, {"BM": 32, "num_warps": 4, "num_stages": 2}, "BM"),
     "write": (forward.write_kernel, {"BN": 64, "num_warps": 4, "num_stages": 3}, "segment"),
@@ -142,12 +141,10 @@ def _parts_of(state: Tensor | None, width: int) -> tuple[Any, Any]:
 
 
 class Linear(Function):
-    """The linear rule, sinks and window; forward.py and backward.py have the formulas.
-
-    Arguments: queries, keys, values (keys and values of all rows of the grid); queries and keys of the memory, or `None`:
-    the same; the sinks' turned keys and values, `[batch, kv_heads, groups · sinks, …]`, where they are apart; the gate;
-    memory and normaliser before the call, or `None`: empty; the [`Launcher`].
-    """
+    """The linear rule, sinks and window; forward.py and backward.py have the formulas. Arguments: queries, keys, values
+    (keys and values of all rows of the grid); queries and keys of the memory, or `None`: the same; the sinks' turned keys
+    and values, `[batch, kv_heads, groups · sinks, …]`, where they are apart; the gate; memory and normaliser before the
+    call, or `None`: empty; the [`Launcher`]."""
 
     @staticmethod
     def forward(ctx, query, key, value, memory_query, memory_key, sink_key, sink_value, gate, memory, normaliser, launcher):

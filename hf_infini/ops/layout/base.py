@@ -142,8 +142,8 @@ class GridLayout(Layout):
         return self._rows(new, window, self.sink_rows)
 
     def _rows(self, new: Tensor, window: Tensor, index: Tensor) -> Tensor:
-        """Rows of (window up to `carried_to`, new tokens) at `index` `[batch or 1, …]`, `[batch, …, heads, dim]`; 0 at
-        −1."""
+        """Rows of (window up to `carried_to`, new tokens) at `index` `[batch or 1, …]`, zero at −1: `[batch, …, heads,
+        dim]`."""
         rows = torch.cat([window[:, :, : self.carried_to], new], 2) if self.carried_to else new
         batch = torch.arange(self.batch, device=rows.device).view(-1, *(1,) * (index.dim() - 1))
         # Advanced indices, whose gradient is summed in a fixed order

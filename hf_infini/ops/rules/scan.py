@@ -16,8 +16,7 @@ class DeltaScan(Function):
     with g_n the gradient of M_n:  g_n += g_{n+1} − B_nᵀ g_{n+1},  g_T_n = g_{n+1},  g_B_n = −g_{n+1} M_nᵀ.
 
     Only changes are multiplied: a product of the whole state would round it once more at every block. Of T `[B, N, K, D,
-    E]`, B `[B, N, K, D, D]`, M_0 `[B, K, D, E]` and `continues`, as in [`MemoryRule.states`]: M before each block, `[B, N,
-    K, D, E]`, and after the last.
+    E]`, B `[B, N, K, D, D]`, M_0 `[B, K, D, E]` and `continues`, as in [`MemoryRule.states`]: M before each and the last.
     """
 
     @staticmethod

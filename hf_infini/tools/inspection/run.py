@@ -45,8 +45,7 @@ def inspect_attention(
         model: a decoder that [`hf_infini.patch_model`] takes, with a memory (in all layers or some) or without, or a
             `causal_mha` model; with any head or none; PEFT's wrapper around one.
         inputs: a text (which needs the tokenizer, and no special tokens are added), token ids `[batch, tokens]` without
-            padding, or what the model takes by name: `input_ids` with `position_ids` `[batch, tokens]`; where these go back
-            to 0, a new document begins (packed rows).
+            padding, or what the model takes by name: `input_ids` with `position_ids` `[batch, tokens]` (packed rows).
         tokenizer: makes the labels readable; without it they are the ids.
         layers: numbers of the layers to keep; `None`: all. A layer takes 12 · batch · heads · tokens² bytes and more.
 
@@ -177,8 +176,7 @@ def _memory_parts(call: AttentionCall) -> dict[str, Tensor]:
 
 def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Equation 5 with these logits: heads `[B, H, T, D]`, what each token's value weighs in them, `[B, H, T, T]`, and the
-    memory that each segment reads, and the one after the last, `[B, K, S + 1, D, D + T]`: behind what it has of the values,
-    what it has of each token."""
+    memory that each segment reads, and the one after the last, `[B, K, S + 1, D, D + T]`: of the values, then of tokens."""
     value, (batch, kv_heads, count, _) = call.tokens.value, call.tokens.key.shape
     units = torch.eye(count, dtype=value.dtype, device=value.device).expand(batch, kv_heads, -1, -1)
     tokens, held = call.tokens._replace(value=torch.cat([value, units], -1)), []
