@@ -61,17 +61,12 @@ class InfiniCache(Cache):
 
     `generate()` and `model(..., use_cache=True)` make one; pass it back to continue from there. `copy.copy` and
     `copy.deepcopy` give a second one, with its own tensors, that continues from the same place, in training also in the same
-    graph: gradients go back through either to what was read. `detach` cuts the graph.
-
-    Args:
-        config: of the model.
+    graph: gradients go back through either to what was read. `detach` cuts the graph. ValueError where the configuration
+    names no layers with memory.
 
     Attributes:
         text: what is known of the text read, by its names in a memory file: `text_end` `[batch, TEXT_END]`, the last ids, −1
             before the first and −2 for embeddings; `documents`, see [`kept_layers_masks`], where padding needs it.
-
-    Raises:
-        ValueError: the configuration names no layers with memory.
     """
 
     layers: Any  # each an InfiniLayer, or transformers' own
@@ -91,8 +86,7 @@ class InfiniCache(Cache):
         self._config, self.window = config, config.window
         self.text: dict[str, Tensor] = {}
 
-    def __copy__(self) -> "InfiniCache":
-        return copy.deepcopy(self)
+    __copy__ = copy.deepcopy
 
     def __deepcopy__(self, memo) -> "InfiniCache":
         other = object.__new__(type(self))

@@ -267,13 +267,10 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         return float((found - wanted).abs().max()), float(wanted.abs().max())
 
     def forward(self, hidden_states: Tensor, *args, infini: SharedInputs | None = None, **kwargs):
-        """As the own forward; `infini`: what the base model made for all layers.
-
-        Returns:
-            The output `[batch, tokens, width]`, and, with `output_attentions` or the eager implementation, the local weights
-            `[batch, heads, tokens, sink_tokens + kept_tokens + (local_segments + 1) * segment_length]`: column `c` is place
-            `c` of the query's window, in which the sinks come first and the query's own segment last. Padding has zeros.
-        """
+        """As the own forward; `infini`: what the base model made for all layers. The output is `[batch, tokens, width]`,
+        and, with `output_attentions` or the eager implementation, the local weights `[batch, heads, tokens, sink_tokens +
+        kept_tokens + (local_segments + 1) * segment_length]`: column `c` is place `c` of the query's window, in which the
+        sinks come first and the query's own segment last. Padding has zeros."""
         given: dict[str, Any] = dict(zip(self.argument_names, args, strict=False)) | kwargs
         infini = given.get("attention_mask") if infini is None else infini  # of a layer that drops keywords
         if infini is None:

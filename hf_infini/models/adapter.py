@@ -35,14 +35,11 @@ MARK = " with Infini-attention: hf_infini.load_adapter(plain_model, path) loads 
 
 def lora_config(model, **options):
     """PEFT's `LoraConfig` for a model with a memory, whose gates are trained and saved beside the LoRA. What else the memory
-    has learned is saved as it is now, and not trained.
+    has learned is saved as it is now, and not trained. ValueError where the model has no memory.
 
     Args:
         options: those of `LoraConfig`, such as `r=16`; your `modules_to_save` are added to the gates. Not given, `task_type`
             is "CAUSAL_LM", and `target_modules` are the ones that PEFT chooses for the plain model.
-
-    Raises:
-        ValueError: the model has no memory.
     """
     from peft import LoraConfig
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING

@@ -30,15 +30,13 @@ class SavedModelMixin(HubCodeMixin, ModelBase):
     """Has a model saved with its code, and all its modules initialised; comes before `PreTrainedModel`."""
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, *args, save_code: bool = False, **kwargs):
-        """As usual; `save_code`: whether the model's code is written beside it, so that it loads where hf_infini is not
-        installed. What is pushed has its code, and so has what was loaded by its code."""
+        """As usual; `save_code`: whether the model's code is written beside it, as of what is pushed or was loaded by it."""
         if save_code and is_main_process:
             self.config.save_pretrained(save_directory, save_code=True)  # then the folder has it
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
-        """As usual for transformers' own classes: in others `_init_weights` would pass over modules without parameters
-        (GPT-2's MLP, which has only modules), and the scaled start of the projections inside would be lost."""
+        """As for transformers' own classes: `_init_weights` would pass over modules without parameters, as GPT-2's MLP."""
         super()._initialize_weights(module, False)
 
 
@@ -119,7 +117,7 @@ class InfiniModelMixin(ModelBase):
     layers_drop_keywords: bool  # whether its layers pass no keywords on to their attention
 
     def forward(self, *args, memory_mask: Tensor | None = None, **kwargs):
-        """As the own forward, with the same shapes, and these differences:
+        """As the own forward, with the same shapes; ValueError for a cache or mask of another kind. What differs:
 
         Args:
             cache: an [`InfiniCache`] (`past_key_values` is its old name); made if `use_cache` is set and none is given.
@@ -130,9 +128,6 @@ class InfiniModelMixin(ModelBase):
             position_ids: `[batch, tokens]`; where they go back, a new document begins with an empty memory. `None`: counted.
             memory_mask: `[batch, tokens]` of this call, 0 = the token is seen inside the window but not written into the
                 memory. With `mask_special_tokens`, special ones among input_ids are left out as well.
-
-        Raises:
-            ValueError: a cache or mask of another kind.
         """
         given = dict(zip(self.argument_names, args, strict=False)) | kwargs
         given = with_one_name(given, CACHE) if OTHER_NAME in given else given

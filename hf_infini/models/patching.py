@@ -63,11 +63,8 @@ def patch_model(model, **options):
 def unpatch_model(model):
     """Removes Infini-attention in place, and returns the model. What [`patch_model`] added is dropped, trained or not, and
     the position embedding that `position_encoding="rope"` had set aside comes back as it was; nothing else changes. A model
-    that was loaded or built with Infini-attention becomes the plain one with the same weights.
-
-    Raises:
-        ValueError: the model has no Infini-attention, or no position embedding to restore.
-    """
+    that was loaded or built with Infini-attention becomes the plain one with the same weights. ValueError where the model
+    has no Infini-attention, or no position embedding to restore."""
     if not isinstance(model, InfiniPreTrainedMixin) or not isinstance(base := decoder_of(model), InfiniPreTrainedMixin):
         raise ValueError(f"a {type(model).__name__} has no Infini-attention to take out.")
     if getattr(model.config, "position_encoding", None) == "rope" and "_unpatched_embedding" not in model.__dict__:

@@ -99,8 +99,7 @@ class MemoryRule:
         return (memories, normalisers), (last_memory, last_normaliser)
 
     def read(self, features: Tensor, memory: Tensor, normaliser: Tensor) -> Tensor:
-        """σ(q) M / (σ(q) z + ε), equation 3, `[B, N, K, R, E]`; features: σ(q), `[B, N, K, R, D]`; memory: `[B, N, K, D,
-        E]`; normaliser: `[B, N, K, D]`."""
+        """σ(q) M / (σ(q) z + ε), equation 3, `[B, N, K, R, E]`, of σ(q) `[B, N, K, R, D]`, M `[…, D, E]` and z `[…, D]`."""
         read = product(features, memory)
         inverse = (product(features, normaliser.unsqueeze(-1)) + self.eps).reciprocal()
         return read * inverse if read.requires_grad else read.mul_(inverse)

@@ -1,7 +1,7 @@
 """A layer's projections of the new tokens, [`Projections`]; its state between two calls, [`InfiniState`], constant in size;
 and [`AttentionCall`], all that attention is computed from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from .window import ScoreOptions
 # The fields of a state that hold a window, in the order of those of [`Projections`] after the query
 WINDOWS = ("local_key", "local_value", "local_log_weight", "local_score")
 COUNTS = ("tokens_seen", "last_position", "memory_tokens")  # those that a layout has for the state after it
+OF_LAYER = ("memory", "normaliser", *WINDOWS, "kept_position")  # a layer's own: the others follow from which token is where
 
 
 class Projections(NamedTuple):
@@ -106,11 +107,11 @@ class InfiniState:
             kept_position=torch.full((batch, heads, kept_tokens), -1, device=key.device) if kept_tokens else None,
         )
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The fields by name, without those that are `None`."""
-        return {name: tensor for name in FIELDS if (tensor := getattr(self, name)) is not None}
+    def tensors(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """The fields, or those of these names, without those that are `None`."""
+        return {name: tensor for name in names or FIELDS if (tensor := getattr(self, name)) is not None}
 
-    def having(self, **others: Tensor | None) -> "InfiniState":
+    def having(self, **others: Any) -> "InfiniState":
         """The state with other fields. (torch.compile would check every name that `dataclasses.replace` looks up.)"""
         return InfiniState(**{name: getattr(self, name) for name in FIELDS} | others)
 

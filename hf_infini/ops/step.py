@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from .kept import Kept, keep_best
 from .layout.base import Layout, last_position, pad
 from .memory import KEEP_SCORES, MemoryRule
-from .state import COUNTS, WINDOWS, Attended, AttentionCall, InfiniState
+from .state import COUNTS, OF_LAYER, Attended, AttentionCall, InfiniState
 from .window import ScoreOptions, are_few, masked_scores, product, softmax_weights
 
 
@@ -228,6 +228,5 @@ def with_segments_complete(rule: MemoryRule, state: InfiniState, border: Segment
         rows = rows if kept is None else kept.into(rows, border)
         return tuple(getattr(rows, name) for name in old)
 
-    names = ("memory", "normaliser", *WINDOWS, "kept_position")
-    old = {name: tensor for name in names if (tensor := getattr(state, name)) is not None}
+    old = state.tensors(OF_LAYER)
     return state.having(**dict(zip(old, border.in_complete_rows(complete, *old.values()), strict=True)))

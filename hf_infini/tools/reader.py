@@ -33,16 +33,13 @@ PLAIN_TEMPLATE = (
 class Reader:
     """Reads texts with a model that has a memory, and each beginning of them once: a text goes on from the longest beginning
     that was read, so a question after a document, or the next turn of a chat, costs what is new. Where a chat's template
-    renders an earlier turn otherwise, the reader goes on from the turn before.
+    renders an earlier turn otherwise, the reader goes on from the turn before. ValueError where the model has no memory.
 
     Args:
         model, tokenizer: a causal language model with a memory, in evaluation mode, and its tokenizer.
         chunk: tokens per call of the model; working memory grows with it.
         cache: what was read before every text, such as [`InfiniCache.from_pretrained`] gives; `None`: nothing.
         turns: how many answers' ends are kept, the latest; each takes as many bytes as [`hf_infini.cache_bytes`] says.
-
-    Raises:
-        ValueError: the model has no memory; `chunk` or `turns` is not positive.
     """
 
     @check_kinds
@@ -76,10 +73,8 @@ class Reader:
             progress: whether a bar shows how far it is, and the time left.
 
         Returns:
-            The reader's own cache after the text. Copy it (`copy.copy`) before a model is called with it.
-
-        Raises:
-            MemoryFileError: the file is damaged, or the memory of another text or model.
+            The reader's own cache after the text. Copy it (`copy.copy`) before a model is called with it. MemoryFileError
+            where the file is damaged, or the memory of another text or model.
         """
         if text in self.texts:
             return self.texts[text]
@@ -122,15 +117,12 @@ class Reader:
 
     @check_kinds
     def generate(self, texts: str | Sequence[str], **options) -> list[str]:
-        """What the model goes on with after each of the texts, which may begin alike.
+        """What the model goes on with after each of the texts, which may begin alike; ValueError where one has nothing new.
 
         Args:
             texts: one, whose continuation is kept for the next; or several, which are read in one batch.
             options: of the model's `generate`, such as `max_new_tokens=200` or `streamer`. Steps are compiled only with
                 `disable_compile=False`: the first answer then takes a minute longer.
-
-        Raises:
-            ValueError: a text has nothing beyond what was read, or there is none.
         """
         texts = [texts] if isinstance(texts, str) else list(texts)
         begun, before = self._longest(texts)

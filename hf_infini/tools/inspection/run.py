@@ -59,8 +59,15 @@ def inspect_attention(
     wanted = list(every) if layers is None else sorted(set(layers))
     if not set(wanted) <= set(every):
         raise ValueError(f"layers must be numbers from 0 to {every[-1]}; got {wanted}.")
-    given = _model_inputs(inputs, tokenizer)
-    given = {name: tensor.to(device_of(base.get_input_embeddings())) for name, tensor in given.items()}
+    if isinstance(inputs, str):
+        if tokenizer is None:
+            raise ValueError("a text needs the model's tokenizer: inspect_attention(model, text, tokenizer).")
+        inputs = tokenizer(inputs, add_special_tokens=False, return_tensors="pt")
+    inputs = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+    if "attention_mask" in inputs and not bool(inputs["attention_mask"].all()):
+        raise ValueError("only rows without padding can be inspected: give texts of different lengths one after the other.")
+    device, names = device_of(base.get_input_embeddings()), ("input_ids", "position_ids")
+    given = {name: inputs[name].to(device) for name in names if name in inputs}
     watched = {number: attention for number, attention in enumerate(attentions) if number in wanted}
     caught, kinds, found = _caught_parts(base, watched, given), layer_kinds(base.config), {}
     for number in wanted:
@@ -70,18 +77,6 @@ def inspect_attention(
     ids = given["input_ids"].cpu()
     texts = [token_texts(tokenizer, row) for row in ids.tolist()]
     return Inspection(ids, texts, found, Path(base.config.name_or_path or type(base).__name__).name)
-
-
-def _model_inputs(inputs, tokenizer) -> dict[str, Tensor]:
-    """`input_ids` `[batch, tokens]` and perhaps `position_ids`."""
-    if isinstance(inputs, str):
-        if tokenizer is None:
-            raise ValueError("a text needs the model's tokenizer: inspect_attention(model, text, tokenizer).")
-        inputs = tokenizer(inputs, add_special_tokens=False, return_tensors="pt")
-    given = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
-    if "attention_mask" in given and not bool(given["attention_mask"].all()):
-        raise ValueError("only rows without padding can be inspected: give texts of different lengths one after the other.")
-    return {name: given[name] for name in ("input_ids", "position_ids") if name in given}
 
 
 def _caught_parts(
