@@ -61,8 +61,7 @@ class InfiniCache(Cache):
 
     `generate()` and `model(..., use_cache=True)` make one; pass it back to continue from there. `copy.copy` and
     `copy.deepcopy` give a second one, with its own tensors, that continues from the same place, in training also in the same
-    graph: gradients go back through either to what was read. `detach` cuts the graph. ValueError where the configuration
-    names no layers with memory.
+    graph: gradients go back through either to what was read. `detach` cuts the graph. ValueError without such layers.
 
     Attributes:
         text: what is known of the text read, by its names in a memory file: `text_end` `[batch, TEXT_END]`, the last ids, −1

@@ -10,7 +10,7 @@ class UnsavedMemoryWarning(UserWarning):
 
 
 def with_saving(config, then: Callable):
-    """A copy of PEFT's configuration that calls `then(folder)` once it is saved; or one that calls something already."""
+    """A copy of PEFT's configuration that calls `then(folder)` once it is saved, unless it calls something already."""
     own = type(config)
     if hasattr(own, "then"):
         return config

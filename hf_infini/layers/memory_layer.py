@@ -276,8 +276,8 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         if infini is None:
             raise ValueError(f"a {type(self).__name__} needs what its model makes for all layers: call the model.")
         tables, attend = infini.rotary.get(self.rotary_type), self._attend_in_one_window
-        turning: dict[str, Any] = {"rotary": tables}
-        if self.turning_function is not None:  # a GPT-2, perhaps with rotary positions, turns nothing itself
+        turning: dict[str, Any] = {"rotary": tables}  # of a GPT-2, whose own attention turns nothing
+        if self.turning_function is not None:
             turning = {"rotary": tables if self.turns_states else None, "turn": self.turn}
         if infini.layout is not None:
             hidden_states, attend = self.begin(hidden_states, infini)

@@ -101,7 +101,7 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
         The model, or PEFT's wrapper around it, whose `merge_and_unload()` gives the model with the adapter in its weights.
 
     Raises:
-        ValueError: the adapter belongs to another model, which stays as it was; or a file of it does not fit.
+        ValueError: the adapter belongs to another model, which stays as it was; or a file does not fit: reload the model.
         OSError: a file is missing.
     """
     if not isinstance(model, PreTrainedModel):

@@ -30,13 +30,14 @@ class SavedModelMixin(HubCodeMixin, ModelBase):
     """Has a model saved with its code, and all its modules initialised; comes before `PreTrainedModel`."""
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, *args, save_code: bool = False, **kwargs):
-        """As usual; `save_code`: whether the model's code is written beside it, as of what is pushed or was loaded by it."""
+        """As usual; `save_code`: whether the model's code is written beside it, so that it loads where hf_infini is not
+        installed. What is pushed has its code, and so has what was loaded by its code."""
         if save_code and is_main_process:
             self.config.save_pretrained(save_directory, save_code=True)  # then the folder has it
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
-        """As for transformers' own classes: `_init_weights` would pass over modules without parameters, as GPT-2's MLP."""
+        """As for transformers' own classes: else `_init_weights` passes over modules without parameters (GPT-2's MLP)."""
         super()._initialize_weights(module, False)
 
 

@@ -82,9 +82,9 @@ class InfiniState:
         rule: MemoryRule | None = None,
         weighted: bool = False,
     ) -> "InfiniState":
-        """The state before the first token of every row. Of `key` `[batch, kv_heads, tokens, head_dim]` and `value` only the
-        shapes, dtype and device are read; `L`, `w`, `S` and `K` as of [`infini_attention`]; `rule`: how the memory is
-        written, `None`: by the linear rule; `weighted`: whether tokens have a `log_weight`."""
+        """The state before the first token of every row. Of `key` `[batch, kv_heads, tokens, head_dim]` and `value` `[…,
+        value_dim]` only the shapes, dtype and device are read; `L`, `w`, `S` and `K` as of [`infini_attention`]; `rule`: how
+        the memory is written, `None`: by the linear rule; `weighted`: whether tokens have a `log_weight`."""
         rule = MemoryRule() if rule is None else rule
         check_window(segment_length, local_segments, sink_tokens, kept_tokens)
         batch, heads, _, head_dim = key.shape

@@ -37,9 +37,9 @@ class Reader:
 
     Args:
         model, tokenizer: a causal language model with a memory, in evaluation mode, and its tokenizer.
-        chunk: tokens per call of the model; working memory grows with it.
+        chunk: tokens per call of the model, at least 1; working memory grows with it.
         cache: what was read before every text, such as [`InfiniCache.from_pretrained`] gives; `None`: nothing.
-        turns: how many answers' ends are kept, the latest; each takes as many bytes as [`hf_infini.cache_bytes`] says.
+        turns: so many latest answers' ends, at least 1, are kept; each takes [`hf_infini.cache_bytes`] bytes.
     """
 
     @check_kinds
@@ -69,7 +69,7 @@ class Reader:
         Args:
             file: a memory file of the text, which is read if it is there, and written if not. While the model reads,
                 `NAME.partial` has what it has read so far: after a kill the same call goes on there.
-            split_special_tokens: whether words of the text that spell special tokens are plain text, as in a document.
+            split_special_tokens: whether words of the text that spell special tokens are plain text, as others' may.
             progress: whether a bar shows how far it is, and the time left.
 
         Returns:

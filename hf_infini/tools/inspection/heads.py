@@ -48,8 +48,7 @@ class LayerInspection:
         local_heads: `[batch, head, query, head_dim]`, weights · values: the softmax attention of the local window.
         memory_heads: `[batch, head, query, head_dim]`, what was read from the memory; 0 where the document has none yet.
         memory_weights: `[batch, head, query, key]`, the part that each token's value has in that: memory_heads =
-            memory_weights · values. 0 for tokens that it does not hold then. By the linear rule none is negative, rows sum
-            to 1.
+            memory_weights · values. 0 for tokens that it does not hold. By the linear rule none is below 0, rows sum to 1.
         memory_share: `[batch, head, query]`, ‖g · memory‖ / (‖g · memory‖ + ‖(1 − g) · local‖), Euclidean norms of a token's
             context vectors: 0, all local, to 1, all memory.
         memory_norm: `[batch, head, segment]`, Frobenius norm of the memory M that the row's segment s reads; the last entry

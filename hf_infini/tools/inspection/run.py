@@ -45,7 +45,7 @@ def inspect_attention(
         model: a decoder that [`hf_infini.patch_model`] takes, with a memory (in all layers or some) or without, or a
             `causal_mha` model; with any head or none; PEFT's wrapper around one.
         inputs: a text (which needs the tokenizer, and no special tokens are added), token ids `[batch, tokens]` without
-            padding, or what the model takes by name: `input_ids` with `position_ids` `[batch, tokens]` (packed rows).
+            padding, or what the model takes by name: `input_ids` with `position_ids`, in which 0 begins a document.
         tokenizer: makes the labels readable; without it they are the ids.
         layers: numbers of the layers to keep; `None`: all. A layer takes 12 · batch · heads · tokens² bytes and more.
 
