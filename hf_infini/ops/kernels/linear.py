@@ -141,10 +141,10 @@ def _parts_of(state: Tensor | None, width: int) -> tuple[Any, Any]:
 
 
 class Linear(Function):
-    """The linear rule, sinks and window, by the formulas of forward.py and backward.py. Of queries, keys, values
+    """The linear rule, sinks and window, by the formulas of forward.py and backward.py. Arguments: queries, keys and values
     (these two of all rows of the grid); queries and keys of the memory, or `None`: the same; the sinks' turned keys and
-    values, `[batch, kv_heads, groups · sinks, …]`, where they are apart; the gate; memory and normaliser before, or `None`;
-    the [`Launcher`]."""
+    values, `[batch, kv_heads, groups · sinks, …]`, where they are apart; the gate; memory and normaliser before the call, or
+    `None`: empty; the [`Launcher`]."""
 
     @staticmethod
     def forward(ctx, query, key, value, memory_query, memory_key, sink_key, sink_value, gate, memory, normaliser, launcher):
