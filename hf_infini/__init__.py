@@ -1,10 +1,7 @@
 """hf_infini: Infini-attention for Hugging Face causal language models.
 
-Importing it registers the model types with `AutoConfig`, `AutoModel`, `AutoModelForCausalLM` and the other Auto classes that
-load a GPT-2.
-
-Its rooms, from the bottom up, are ops, compat, cache, layers, models and tools. Each says in its `__init__` what it is for,
-and imports go down only.
+Importing it registers the model types with `AutoConfig`, `AutoModel` and the other Auto classes that load a GPT-2. Its
+rooms, from the bottom up, are ops, compat, cache, layers, models and tools. Each says in its `__init__` what it is for.
 """
 
 import transformers

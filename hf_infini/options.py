@@ -36,6 +36,13 @@ def check_number(name: str, value, limits: Mapping) -> None:
         raise ValueError(f"{name} must be {in_words(limits) or 'a finite number'}; got {value}.")
 
 
+def refuse(reasons: Mapping[str, object]) -> None:
+    """ValueError with the first of the reasons, each without its full stop, that applies."""
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"{reason}.")
+
+
 def places_of(segment_length: int, local_segments: int = 0, sink_tokens: int = 0, kept_tokens: int = 0) -> int:
     """Places of a window: tokens that the softmax sees at most."""
     return sink_tokens + kept_tokens + (local_segments + 1) * segment_length
@@ -133,35 +140,24 @@ class MemoryOptions(ConfigBase):
             return
         if self.segment_length is None:
             raise ValueError("give segment_length, the tokens of a segment, such as 256.")
-        if self.sink_tokens >= self.window[0]:
-            raise ValueError(
-                f"sink_tokens must be fewer than the {self.segment_length} tokens of a segment; got {self.sink_tokens}."
-            )
-        if self.keep_score != "attention" and self.kept_tokens < (2 if self.keep_score == "half" else 1):
-            raise ValueError(
-                f"keep_score={self.keep_score!r} says which tokens are kept: give kept_tokens, such as 256, with it; got "
-                f"{self.kept_tokens}."
-            )
-        if not getattr(self, "is_causal", True) or getattr(self, "use_bidirectional_attention", None):
-            raise ValueError(
-                "a memory holds what came before, and with is_causal=False or use_bidirectional_attention tokens see what "
-                "comes after them: leave it out."
-            )
-        if self.memory_write == "learned" and self.feature_map == "elu":
-            raise ValueError(
-                "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' with it; "
-                f"got feature_map={self.feature_map!r}."
-            )
-        if self.layers is not None and (not self.layers or not {*self.layers} <= {*range(self.num_hidden_layers)}):
-            raise ValueError(
-                f"layers must name some of the {self.num_hidden_layers} layers, 0 to {self.num_hidden_layers - 1}, or be "
-                f"None for all; got {self.layers}."
-            )
+        count = self.num_hidden_layers
+        refused = {
+            f"sink_tokens must be fewer than the {self.segment_length} tokens of a segment; got {self.sink_tokens}":
+                self.sink_tokens >= self.segment_length,
+            f"keep_score={self.keep_score!r} says which tokens are kept: give kept_tokens, such as 256, with it; got "
+            f"{self.kept_tokens}": self.kept_tokens < {"attention": 0, "learned": 1, "half": 2}[self.keep_score],
+            "a memory holds what came before, and with is_causal=False or use_bidirectional_attention tokens see what comes "
+            "after them: leave it out":
+                not getattr(self, "is_causal", True) or getattr(self, "use_bidirectional_attention", None),
+            "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' with it; got "
+            f"feature_map={self.feature_map!r}": self.memory_write == "learned" and self.feature_map == "elu",
+            f"layers must name some of the {count} layers, 0 to {count - 1}, or be None for all; got {self.layers}":
+                self.layers is not None and (not self.layers or not {*self.layers} <= {*range(count)}),
+        }  # fmt: skip
+        refuse(refused)
 
 
 MEMORY_OPTIONS = tuple(field.name for field in fields(MemoryOptions))
-
-
 # Options that earlier versions had, each with the one value that means what is left
 REMOVED = {"denominator": "separate", "memory_init": "zeros", "n_segments": None}
 
@@ -172,9 +168,6 @@ def without_removed(options: dict[str, Any]) -> dict[str, Any]:
         if options.get(name, value) != value:
             raise ValueError(f"{name}={options[name]!r} was an option of an earlier version and has gone: train without it.")
     return {name: value for name, value in options.items() if name not in REMOVED}
-
-
-# What any configuration says of its model
 
 
 def context_limit(config) -> int | None:

@@ -25,8 +25,7 @@ TEXT_END = 64  # so many last ids tell a text from another
 class InfiniLayer(CacheLayerMixin):
     """One layer's `state` between two calls, an [`InfiniState`], or `None` before the first. Without gradients, the next
     token may be written into it in place: to keep one, copy it (`copy.deepcopy`). `columns`: tokens passed so far, padding
-    included; `left`: in the cache of one call, [`InfiniCache.for_call`], the state after it, in a list, as torch.compile
-    does not see that an attribute is set."""
+    included; `left`: in the cache of one call, the state after it, in a list: torch.compile sees no attribute set."""
 
     def __init__(self, state: InfiniState | None = None, columns: int = 0, left: list[InfiniState] | None = None):
         super().__init__()
@@ -62,17 +61,11 @@ class InfiniCache(Cache):
 
     `generate()` and `model(..., use_cache=True)` make one; pass it back to continue from there. `copy.copy` and
     `copy.deepcopy` give a second one, with its own tensors, that continues from the same place, in training also in the same
-    graph: gradients go back through either to what was read. `detach` cuts the graph.
-
-    Args:
-        config: of the model.
+    graph: gradients go back through either to what was read. `detach` cuts the graph. ValueError without such layers.
 
     Attributes:
         text: what is known of the text read, by its names in a memory file: `text_end` `[batch, TEXT_END]`, the last ids, −1
             before the first and −2 for embeddings; `documents`, see [`kept_layers_masks`], where padding needs it.
-
-    Raises:
-        ValueError: the configuration names no layers with memory.
     """
 
     layers: Any  # each an InfiniLayer, or transformers' own
@@ -92,8 +85,7 @@ class InfiniCache(Cache):
         self._config, self.window = config, config.window
         self.text: dict[str, Tensor] = {}
 
-    def __copy__(self) -> "InfiniCache":
-        return copy.deepcopy(self)
+    __copy__ = copy.deepcopy
 
     def __deepcopy__(self, memo) -> "InfiniCache":
         other = object.__new__(type(self))
@@ -131,8 +123,7 @@ class InfiniCache(Cache):
 
     def for_call(self) -> Cache:
         """What the layers with memory are given in one call: they take their states from it, and leave the next ones in it.
-        [`InfiniCache.advance`] takes these over when all layers are through: a call that fails changes nothing here, nor
-        does a layer that gradient checkpointing runs a second time."""
+        A call that fails, or a layer that gradient checkpointing runs a second time, changes nothing here."""
         return Cache([InfiniLayer(e.state, e.columns, []) if isinstance(e, InfiniLayer) else e for e in self.layers])
 
     def exchange(self) -> Any:
@@ -170,9 +161,8 @@ class InfiniCache(Cache):
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
         """The mask with which `generate()` continues from this cache with only new tokens, for example from a memory file,
         whose ids are gone: `generate(ids, attention_mask=cache.attention_mask(mask), cache=cache)` (before transformers 5.24
-        `past_key_values=cache`). Without this mask, ids are a whole text, which begins with what the cache has read.
-        `attention_mask`: `[batch, tokens]` of the new tokens, 1 = real, 0 = padding; what is returned is `[batch, columns +
-        tokens]`, with 1 for all columns that the cache has passed."""
+        `past_key_values=cache`). Without it, ids are a whole text, which begins with what the cache has read. Of a mask
+        `[batch, tokens]` of the new tokens, 1 = real: `[batch, columns + tokens]`, 1 for all that the cache has passed."""
         return F.pad(attention_mask, (self.get_seq_length(), 0), value=1)
 
     def check_ids(self, input_ids: Tensor) -> None:
@@ -203,17 +193,14 @@ class InfiniCache(Cache):
                 "padding; what generate() has appended after the end of a row is text to the cache."
             )
 
-    # --- memory files -----------------------------------------------------------------------------------------------------
-
     @check_kinds
     def save_pretrained(
         self, path: str | Path, model: nn.Module | dict, *, text_sha256: Sequence[str] | None = None
     ) -> None:
-        """Writes what has been read so far into a memory file: the whole state, bit for bit. Whoever reads the file finds
-        the old one or this one, whole, also where several write it: [`write_memory_file`].
+        """Writes what has been read so far into a memory file, by custom `NAME.safetensors`: the whole state, bit for bit.
+        Whoever reads the file finds the old one or this one, whole, also where several write it.
 
         Args:
-            path: the file, by custom `NAME.safetensors`.
             model: the model that filled the cache, or what [`describe_model`] said of it, which is expensive.
             text_sha256: for each row, the sha256 of the text that it has read.
 
@@ -246,11 +233,7 @@ class InfiniCache(Cache):
         cls, path: str | Path, model: nn.Module, *, text_sha256: Sequence[str] | None = None
     ) -> "InfiniCache":
         """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices. Hashes the model's weights to
-        compare them with those that wrote the memory ([`describe_model`]).
-
-        Args:
-            path: the file; model: that continues.
-            text_sha256: for each row, the sha256 of the text that it must have read; `None`: any.
+        compare them with those that wrote the memory. `text_sha256`: for each row, that of the text that it must have read.
 
         Raises:
             MemoryFileError: the file is damaged, no memory file, or of another model or text; the message says which.

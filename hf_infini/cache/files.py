@@ -1,8 +1,7 @@
 """Memory files: what a model remembers of a text, in one safetensors file from which the same weights continue.
 
-[`InfiniCache.save_pretrained`] and `from_pretrained` write and read them; this module has the format. The tensors are
-those of the cache, by name (`layers.0.memory`, …, `text_end`) and with their dtypes. The metadata hold one JSON
-object, the record:
+[`InfiniCache.save_pretrained`] and `from_pretrained` write and read them. The tensors are those of the cache, by name
+(`layers.0.memory`, …, `text_end`) and with their dtypes. The metadata hold one JSON object, the record:
 
 | entry | |
 | --- | --- |
@@ -52,9 +51,6 @@ def describe_model(model: nn.Module) -> dict:
     Reads every weight once to hash it: about a second for 124 million parameters in float32 on one core. For many files of
     one model, call it once and give the result to [`InfiniCache.save_pretrained`].
 
-    Args:
-        model: a model with a memory, whose adapters are merged into its weights.
-
     Returns:
         `config`, the options that decide what a memory means; `dtype`, of the weights; `adapters`, none; and
         `weights_sha256`, of the parameters and buffers that the base model saves, without the language-model head.
@@ -86,12 +82,9 @@ def describe_model(model: nn.Module) -> dict:
 
 def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict) -> None:
     """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the old file or the new one,
-    also where several processes write the same file: each writes a temporary file, `NAME.….part` in the same folder, and
-    the last to finish wins. The same content gives the same bytes. Folders on the way are made.
-
-    Raises:
-        OSError: the file cannot be written, or is a folder; an old one is still there.
-    """
+    also where several processes write the same file: each writes a temporary file, `NAME.….part` in the same folder, and the
+    last to finish wins. The same content gives the same bytes. Folders on the way are made. OSError where the file cannot be
+    written, or is a folder; an old one is still there."""
     path = Path(path)
     # Copies: layers share tensors, and views of larger ones
     form: dict[str, Any] = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
@@ -114,12 +107,8 @@ def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict
 
 @check_kinds
 def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
-    """Record and tensors (on the CPU, in memory of their own) of a memory file, whole and undamaged.
-
-    Raises:
-        MemoryFileError: this is no memory file, a damaged one, or one of another version.
-        OSError: there is no such file, or it may not be read.
-    """
+    """Record and tensors (on the CPU) of a memory file, whole and undamaged. MemoryFileError where it is none, damaged, or
+    of another version; OSError where there is no such file, or it may not be read."""
     content = Path(path).read_bytes()  # in one read: another writer may replace the file between two
     try:
         metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]

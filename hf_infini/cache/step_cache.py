@@ -19,12 +19,8 @@ SHARED = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")  # t
 
 class StepCache(InfiniCache):
     """Holds the states of one cache at a time. A model has one, so that the graph of one generation serves the next; a cache
-    of other shapes gets new tensors.
-
-    A call with it is one real token for every row, and writes into the tensors. It leaves a segment that is complete to
-    `end_step`, outside of the graph: the host counts in which rows there is one, and waits for the device only where a cache
-    moves in.
-    """
+    of other shapes gets new tensors. A call with it is one real token for every row, and writes into them. A complete
+    segment is left to `end_step`, outside of the graph; the host waits for the device only where a cache moves in."""
 
     completes_segments = False
 
@@ -43,14 +39,13 @@ class StepCache(InfiniCache):
         not look for. A step that fails leaves the cache `in_step`."""
         if cache.in_step:
             cache.check_finished()
-        pairs: Any = [*zip(self.layers, cache.layers, strict=True)]
+        pairs = [*zip(self.layers, cache.layers, strict=True)]
         here = self._holder() is cache and all(own.state is layer.state for own, layer in pairs)
         cache.in_step = here or self._move_in(cache, pairs)
         return cache.in_step
 
     def _move_in(self, cache: InfiniCache, pairs: list[tuple[Any, Any]]) -> bool:
-        """Takes the states of a cache, by `pairs` of own layers and the cache's; the cache that was here gets copies of its
-        own. False as `begin_step`."""
+        """Takes the states of a cache, by `pairs` of own layers and the cache's; the one that was here gets copies."""
         if cache.state is None or int(cache.state.tokens_seen.min()) < self.window[2]:
             return False
         if self._holder() is not cache:
@@ -75,25 +70,19 @@ class StepCache(InfiniCache):
         return True
 
     def end_step(self, cache: InfiniCache) -> None:
-        """After the call of a step: counts it, and completes segments."""
+        """After the call of a step: counts it, and writes the segments that rows have completed."""
         self._steps += 1
-        layers: Any = cache.layers
-        for layer in layers:
+        for layer in cache.layers:
             layer.columns += 1
         rows = self._borders.get(self._steps % self.window[0])
         if rows is not None:
-            self._complete_segments(rows)
+            sizes, state = dict(zip(WINDOW_SIZES, self.window, strict=True)), cast(InfiniState, self.state)
+            border = segment_border(state, sizes, state.tokens_seen % self.window[0] == 0, rows)
+            rule = RULES[self._config.update_rule].of(self._config)
+            for own in self.layers:
+                new = with_segments_complete(rule, own.state, border).after(border)
+                write_into(own.state.tensors(), new.tensors())
         cache.in_step = False
-
-    def _complete_segments(self, rows: Tensor) -> None:
-        """Writes the segments that these rows have completed."""
-        sizes, state = dict(zip(WINDOW_SIZES, self.window, strict=True)), cast(InfiniState, self.state)
-        border = segment_border(state, sizes, state.tokens_seen % self.window[0] == 0, rows)
-        rule = RULES[self._config.update_rule].of(self._config)
-        layers: Any = self.layers
-        for own in layers:
-            new = with_segments_complete(rule, own.state, border).after(border)
-            write_into(own.state.tensors(), new.tensors())
 
     def release(self, cache: InfiniCache | None) -> None:
         """Gives this cache, if its states are here, tensors of its own, which no later step writes into."""
@@ -102,8 +91,7 @@ class StepCache(InfiniCache):
             self._holder = lambda: None
 
     def advance_layers(self, of_call: Cache, tokens: int) -> None:
-        layers: Any = zip(self.layers, of_call.layers, strict=True)
-        for layer, called in layers:
+        for layer, called in zip(self.layers, cast(Any, of_call).layers, strict=True):
             write_into(layer.state.tensors(), called.left[0].tensors())
 
     def note_text(self, ids: Tensor) -> None:

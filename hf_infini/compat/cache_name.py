@@ -29,7 +29,6 @@ def with_one_name(given: dict[str, Any], name: str = "cache") -> dict[str, Any]:
 
 def takes_either_name(forward: Callable) -> Callable:
     """A method whose argument for a cache may have either name."""
-
     name = CACHE if CACHE in inspect.signature(forward).parameters else "cache"
 
     @functools.wraps(forward)

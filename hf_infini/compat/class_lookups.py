@@ -1,7 +1,4 @@
-"""What other libraries look up by the type or class of a model: one with Infini-attention is there what its own is.
-
-What is found by the name of a class that stays (layers) or by the end of a name (`…ForCausalLM`) needs nothing here.
-"""
+"""What other libraries look up by the type or class of a model: one with Infini-attention is there what its own is."""
 
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -11,8 +8,7 @@ PREFIX = "infini_"  # model_type of a family with Infini-attention: this and the
 
 
 def alias_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig]) -> None:
-    """Has `AutoTokenizer` read a tokenizer as beside the own configuration: many files do not name their class, or a wrong
-    one, which transformers knows by the type."""
+    """Has `AutoTokenizer` read a tokenizer as beside the own configuration: many files name no class, or a wrong one."""
     table, names = tokenization_auto.TOKENIZER_MAPPING, tokenization_auto.TOKENIZER_MAPPING_NAMES
     mistaken = tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
     if own.model_type in names:

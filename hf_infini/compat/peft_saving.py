@@ -10,8 +10,7 @@ class UnsavedMemoryWarning(UserWarning):
 
 
 def with_saving(config, then: Callable):
-    """A copy of PEFT's configuration that calls `then(folder)` once it is saved, which PEFT does with every adapter; or one
-    that calls something already, as it is."""
+    """A copy of PEFT's configuration that calls `then(folder)` once it is saved, unless it calls something already."""
     own = type(config)
     if hasattr(own, "then"):
         return config

@@ -1,9 +1,6 @@
-"""An attention layer's memory, in any model, and the swap of a decoder's own attention.
-
-[`MemoryLayerMixin`] has the parameters, and one call from the layer's input to the heads' output. [`InfiniAttentionMixin`]
-comes before a decoder's own attention class, whose forward runs with position embeddings that turn nothing. The registered
-attention function gets its queries, keys and values (projected, normed, un-rotated): the memory takes them as they are, and
-the window turns them by its own places with the model's own function, so that no position is larger than a window.
+"""An attention layer's memory, in any model, and the swap of a decoder's own attention, whose forward runs with position
+embeddings that turn nothing. The registered attention function gets its queries, keys and values (projected, normed,
+un-rotated): the memory takes them as they are, and the window turns them by its own places with the model's own function.
 """
 
 import contextlib
@@ -36,7 +33,6 @@ PARAMETERS += ("keep_weight", *(name for rule in RULES.values() for name in rule
 # The copies that travel with models have other module names, and register their own function
 INTERFACE = f"infini_attention of {__name__}"
 TEST_TOKENS = 12  # with which a swapped layer is compared with its own attention
-
 
 # Takes query, key and value, `[batch, heads, tokens, head_dim]`, un-rotated, and how they are compared; gives the heads'
 # output, `[batch, heads, tokens, head_dim]`, and the local weights, or `None`
@@ -197,8 +193,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
     hook: RemovableHandle  # of [`pass_on`], where the decoder layer needs it
 
     def swap_in(self, config, tables: dict[str | None, tuple[Tensor, ...]], dtype: torch.dtype) -> None:
-        """Gives the layer its memory, by the model's configuration and [`InfiniModelMixin.rotary_tables`]; `dtype`: where
-        the layer's weights are quantized."""
+        """Gives the layer its memory; `tables`: [`InfiniModelMixin.rotary_tables`]; `dtype`: where weights are quantized."""
         self.options, self.config = config, copy.copy(config)
         self.config._attn_implementation = INTERFACE  # by which the own forward chooses its attention function
         self.head_counts = config.num_attention_heads, *key_heads(config)
@@ -272,19 +267,18 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         return float((found - wanted).abs().max()), float(wanted.abs().max())
 
     def forward(self, hidden_states: Tensor, *args, infini: SharedInputs | None = None, **kwargs):
-        """As the own forward; `infini`: what the base model made for all layers.
-
-        Returns:
-            The output `[batch, tokens, width]`, and, with `output_attentions` or the eager implementation, the local weights
-            `[batch, heads, tokens, sink_tokens + kept_tokens + (local_segments + 1) * segment_length]`: column `c` is place
-            `c` of the query's window, in which the sinks come first and the query's own segment last. Padding has zeros.
-        """
+        """As the own forward; `infini`: what the base model made for all layers. The output is `[batch, tokens, width]`,
+        and, with `output_attentions` or the eager implementation, the local weights `[batch, heads, tokens, sink_tokens +
+        kept_tokens + (local_segments + 1) * segment_length]`: column `c` is place `c` of the query's window, in which the
+        sinks come first and the query's own segment last. Padding has zeros."""
         given: dict[str, Any] = dict(zip(self.argument_names, args, strict=False)) | kwargs
         infini = given.get("attention_mask") if infini is None else infini  # of a layer that drops keywords
         if infini is None:
             raise ValueError(f"a {type(self).__name__} needs what its model makes for all layers: call the model.")
-        tables = infini.rotary.get(self.rotary_type)
-        turning, attend = self.turning(tables), self._attend_in_one_window
+        tables, attend = infini.rotary.get(self.rotary_type), self._attend_in_one_window
+        turning: dict[str, Any] = {"rotary": tables}  # of a GPT-2, whose own attention turns nothing
+        if self.turning_function is not None:
+            turning = {"rotary": tables if self.turns_states else None, "turn": self.turn}
         if infini.layout is not None:
             hidden_states, attend = self.begin(hidden_states, infini)
 
@@ -292,7 +286,8 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             return attend(query, key, value, replace(options, written_out=infini.return_weights, **turning))
 
         if tables is not None and "position_embeddings" in self.argument_names:
-            given["position_embeddings"] = neutral(tables)
+            ones, *sines = (table[None, :1] for table in tables)  # with them, the own forward turns nothing
+            given["position_embeddings"] = own_form((torch.ones_like(ones), *map(torch.zeros_like, sines)))
         # The cache tells how many columns came before (Llama 4 asks), and keeps nothing of keys and values: `attend` does
         given |= {"attention_mask": None, self.cache_argument: infini.cache, "attend": attend_rotated}
         return super().forward(hidden_states, **given)
@@ -308,12 +303,6 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         query, key = options.compared_queries(query, places), options.compared_keys(key, places)
         query, key, value = (part[:, None] for part in (query, key, value))  # one segment
         return window_attention(query, key, value, None, options)[0][:, 0], None
-
-    def turning(self, tables: tuple[Tensor, ...] | None) -> dict[str, Any]:
-        """The [`ScoreOptions`] that say how queries and keys are turned, of the model's tables."""
-        if self.turning_function is None:  # a GPT-2, perhaps with rotary positions: the own attention turns nothing
-            return {"rotary": tables}
-        return {"rotary": tables if self.turns_states else None, "turn": self.turn}
 
     def turn(self, states: Tensor, *places: Tensor) -> Tensor:
         """States `[…, tokens, head_dim]` turned by the model's own function; `places`: their rows of the tables, `[tokens,
@@ -360,9 +349,3 @@ def in_evaluation(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
-
-
-def neutral(tables: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
-    """Position embeddings `[1, 1, width]` that turn nothing, in the form of a window's tables."""
-    ones, *sines = (table[None, :1] for table in tables)
-    return own_form((torch.ones_like(ones), *map(torch.zeros_like, sines)))

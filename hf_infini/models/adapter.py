@@ -34,15 +34,12 @@ MARK = " with Infini-attention: hf_infini.load_adapter(plain_model, path) loads 
 
 
 def lora_config(model, **options):
-    """PEFT's `LoraConfig` for a model with a memory, whose gates are trained and saved beside the LoRA: PEFT copies them, as
-    all modules in `modules_to_save`. What else the memory has learned is saved as it is now, and not trained.
+    """PEFT's `LoraConfig` for a model with a memory, whose gates are trained and saved beside the LoRA. What else the memory
+    has learned is saved as it is now, and not trained. ValueError where the model has no memory.
 
     Args:
         options: those of `LoraConfig`, such as `r=16`; your `modules_to_save` are added to the gates. Not given, `task_type`
             is "CAUSAL_LM", and `target_modules` are the ones that PEFT chooses for the plain model.
-
-    Raises:
-        ValueError: the model has no memory.
     """
     from peft import LoraConfig
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -66,16 +63,9 @@ def lora_config(model, **options):
 
 
 def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
-    """Writes what the memories of a model have learned.
-
-    Args:
-        model: one that [`patch_model`] takes, with its memory, or PEFT's wrapper around one, whose adapter is saved with it.
-        folder: is made where there is none.
-        dtype: of the parameters in the files, of floating point; `None`: their own.
-
-    Raises:
-        ValueError: the model has no such memory, or several adapters of PEFT.
-    """
+    """Writes what the memories of a patched model have learned into a folder, which is made where there is none; of PEFT's
+    wrapper around a model, its adapter, too. `dtype`: of the parameters in the files, of floating point; `None`: their own.
+    ValueError where the model has no such memory, or several adapters of PEFT."""
     inside = inside_of(model)
     if not isinstance(inside, InfiniPreTrainedMixin):
         raise ValueError(f"a {type(inside).__name__} has no Infini-attention, whose parameters could be saved.")
@@ -102,8 +92,7 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
     """Gives a plain model the memories of [`save_adapter`], in place, and PEFT's adapter, if there is one.
 
     Args:
-        model: the plain model that the adapter was trained with; or one whose weights differ a little, because they are
-            quantized or were fine-tuned: a warning says so.
+        model: the plain model of the adapter; or one whose weights differ a little, as quantized ones do: a warning says so.
         path: a folder, or a name on the Hub.
         kept_tokens: how many tokens each head keeps, for which the same scores serve; `None`: as many as when it was saved.
         hub: `revision`, `token`, … of a name on the Hub.
@@ -112,13 +101,12 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
         The model, or PEFT's wrapper around it, whose `merge_and_unload()` gives the model with the adapter in its weights.
 
     Raises:
-        ValueError: the adapter belongs to another model, which stays as it was; or a file of it does not fit: load the model
-            again.
+        ValueError: the adapter belongs to another model, which stays as it was; or a file does not fit: reload the model.
         OSError: a file is missing.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"an adapter of a memory is put on a plain model of transformers; got a {type(model).__name__}.")
-    record = read_record(path, **hub)
+    record = json.loads(_file(path, RECORD, hub).read_text("utf-8"))
     _check_model(path, describe(model), record["model"])
     config, options = _peft_config(path, hub), without_removed(record["options"])
     adapted = patch_model(model, **options if kept_tokens is None else options | {"kept_tokens": kept_tokens})
@@ -134,11 +122,6 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
 def merged(model) -> PreTrainedModel:
     """What [`load_adapter`] gives, with PEFT's adapter, if there is one, added to the model's weights."""
     return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
-
-
-def read_record(path, **hub) -> dict[str, dict]:
-    """An adapter's `options` of [`patch_model`], and `model`, as [`describe`] tells it; errors as [`load_adapter`]."""
-    return json.loads(_file(path, RECORD, hub).read_text("utf-8"))
 
 
 def restore_adapter(model, path, **hub) -> None:

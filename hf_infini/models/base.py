@@ -37,8 +37,7 @@ class SavedModelMixin(HubCodeMixin, ModelBase):
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
-        """As usual for transformers' own classes: in others `_init_weights` would pass over modules without parameters
-        (GPT-2's MLP, which has only modules), and the scaled start of the projections inside would be lost."""
+        """As for transformers' own classes: else `_init_weights` passes over modules without parameters (GPT-2's MLP)."""
         super()._initialize_weights(module, False)
 
 
@@ -76,8 +75,7 @@ class InfiniPreTrainedMixin(SavedModelMixin):
                     attention.hook = layer.register_forward_pre_hook(pass_on, with_kwargs=True)
 
     def __setattr__(self, name: str, value) -> None:
-        """As usual; `peft_config`, which PEFT sets, are the configurations by which an adapter is put on a model of this
-        one's name, perhaps the plain one."""
+        """As usual; by `peft_config`, which PEFT sets, an adapter is put on a model of this name, perhaps the plain one."""
         super().__setattr__(name, value)
         if name == "peft_config" and hasattr(self, "_base_is_plain"):
             for adapter, config in value.items():
@@ -120,23 +118,17 @@ class InfiniModelMixin(ModelBase):
     layers_drop_keywords: bool  # whether its layers pass no keywords on to their attention
 
     def forward(self, *args, memory_mask: Tensor | None = None, **kwargs):
-        """As the own forward, with the same shapes, and these differences:
+        """As the own forward, with the same shapes; ValueError for a cache or mask of another kind. What differs:
 
         Args:
             cache: an [`InfiniCache`] (`past_key_values` is its old name); made if `use_cache` is set and none is given.
                 Gradients go through it from call to call, also with gradient checkpointing (`use_reentrant=False`), which
                 layers with their own attention do without a cache.
             use_cache: `None`: as the configuration says, but not in training.
-            attention_mask: `[batch, tokens]` or `[batch, past + tokens]`, 1 = real. A padded token is in no segment and no
-                memory, wherever it is in the row.
-            position_ids: `[batch, tokens]`; where they go back, a new document begins with an empty memory. Without them a
-                row's real tokens are counted.
+            attention_mask: `[batch, tokens]` or `[batch, past + tokens]`, 1 = real; padding is in no segment and no memory.
+            position_ids: `[batch, tokens]`; where they go back, a new document begins with an empty memory. `None`: counted.
             memory_mask: `[batch, tokens]` of this call, 0 = the token is seen inside the window but not written into the
-                memory. With `mask_special_tokens`, special tokens are left out as well if input_ids are given: of
-                inputs_embeds nobody knows which are special.
-
-        Raises:
-            ValueError: a cache or mask of another kind.
+                memory. With `mask_special_tokens`, special ones among input_ids are left out as well.
         """
         given = dict(zip(self.argument_names, args, strict=False)) | kwargs
         given = with_one_name(given, CACHE) if OTHER_NAME in given else given

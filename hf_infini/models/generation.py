@@ -106,7 +106,7 @@ class MemoryGenerationMixin(ModelBase):
 
     def get_compiled_call(self, compile_config):
         """The call that `generate` repeats. Only a step is compiled: one new token, real in every row, in the main thread,
-        which the trees of CUDA graphs belong to. Its outputs are overwritten by the next one's."""
+        to which CUDA graphs belong. Its outputs are overwritten by the next one's."""
         compiled, memories = super().get_compiled_call(compile_config), len(self.config.infini_layers)
         if not memories or compiled == self.__call__:
             return compiled

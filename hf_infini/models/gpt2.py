@@ -62,9 +62,7 @@ class InfiniGPT2ModelMixin(InfiniModelMixin):
         if self.config.position_encoding == "rope":
             self.wpe = NoPositions()
 
-    def rotary_tables(
-        self, places: int, dtype: torch.dtype | None = None, device: torch.device | None = None
-    ) -> dict[str | None, tuple[Tensor, ...]]:
+    def rotary_tables(self, places: int, dtype=None, device=None) -> dict[str | None, tuple[Tensor, ...]]:
         if self.config.position_encoding != "rope":
             return {}
         numbers = torch.arange(self.config.places, device=device or device_of(self.wte))

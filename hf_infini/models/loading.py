@@ -12,8 +12,7 @@ from ..layers.memory_layer import PARAMETERS, memory_layers
 
 def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
     """The causal language model of a folder or Hub name, with the options and errors of `from_pretrained`. Its code is not
-    run, unless `trust_remote_code=True` is given. ValueError where weights are missing, but for those of a memory that the
-    options add."""
+    run, unless `trust_remote_code=True` is given. ValueError where weights other than those of a memory are missing."""
     options = {"trust_remote_code": False, "output_loading_info": True} | options
     model, info = AutoModelForCausalLM.from_pretrained(path, **options)
     new = tuple(f"{layer}.{name}" for layer in memory_layers(model) for name in PARAMETERS)

@@ -27,8 +27,7 @@ def patch_model(model, **options):
 
     Raises:
         ValueError: a model of another kind, one that is patched already, or one with cross-attention; a layer that computes
-            something else with its memory empty. Whatever else an attention raises that is called otherwise than by its
-            model; the model is as it was then, too.
+            something else with its memory empty. After this or any other error the model is as it was.
     """
     if isinstance(model, InfiniPreTrainedMixin):
         raise ValueError("this model has Infini-attention already; unpatch_model() it first to change its options.")
@@ -64,11 +63,8 @@ def patch_model(model, **options):
 def unpatch_model(model):
     """Removes Infini-attention in place, and returns the model. What [`patch_model`] added is dropped, trained or not, and
     the position embedding that `position_encoding="rope"` had set aside comes back as it was; nothing else changes. A model
-    that was loaded or built with Infini-attention becomes the plain one with the same weights.
-
-    Raises:
-        ValueError: the model has no Infini-attention, or no position embedding to restore.
-    """
+    that was loaded or built with Infini-attention becomes the plain one with the same weights. ValueError where the model
+    has no Infini-attention, or no position embedding to restore."""
     if not isinstance(model, InfiniPreTrainedMixin) or not isinstance(base := decoder_of(model), InfiniPreTrainedMixin):
         raise ValueError(f"a {type(model).__name__} has no Infini-attention to take out.")
     if getattr(model.config, "position_encoding", None) == "rope" and "_unpatched_embedding" not in model.__dict__:

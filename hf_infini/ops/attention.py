@@ -78,8 +78,7 @@ def infini_attention(
         segment_length: tokens in a segment, L ≥ 1.
         update_rule, feature_map, local_segments, sink_tokens, kept_tokens, keep_score: as of [`MemoryOptions`]; the scores
             of keep_score="learned" are `learned_score`. (Attention sinks: arXiv 2309.17453.)
-        attention_mask: `[batch, tokens]`, 1 for real tokens; padding may be anywhere, is in no segment, and its output is
-            zero.
+        attention_mask: `[batch, tokens]`, 1 for real tokens; padding, anywhere, is in no segment, and its output is zero.
         position_ids: `[batch, tokens]`; a real token whose position does not go beyond the one before it starts a new
             document, with an empty window and the memory it started from.
         memory_mask: `[batch, tokens]`, 0 for tokens that are seen inside the window but never written into the memory.

@@ -14,15 +14,9 @@ from .layout.base import Layout
 
 
 def short_convolution(inputs: Tensor, weight: Tensor, layout: Layout, before: Tensor) -> tuple[Tensor, Tensor]:
-    """`y_t = Σ_j w_j ⊙ x_{t−j}`, j = 0 … K − 1, over the real tokens of t's own document.
-
-    Args:
-        inputs: `[B, T, C]`; weight: `[K, C]`, `weight[j]` for the token j places back; layout: of these tokens.
-        before: `[B, K − 1, C]`, the last inputs of each row's document before this call, oldest first; or zeros.
-
-    Returns:
-        `[B, T, C]` (padding means nothing), and `before` for the next call.
-    """
+    """`y_t = Σ_j w_j ⊙ x_{t−j}`, j = 0 … K − 1, over the real tokens of t's own document, `[B, T, C]` (padding means
+    nothing); and `before` for the next call. `inputs`: x, `[B, T, C]`; `weight`: w, `[K, C]`; `before`: the last inputs of
+    each row's document before this call, `[B, K − 1, C]`, oldest first; or zeros."""
     taps = weight.shape[0]
     weight = weight.to(inputs.dtype)
     output = inputs * weight[0]

@@ -171,8 +171,7 @@ def choosable_segments(layout: GridLayout, key: Tensor) -> int:
 def with_kept(
     keys: Tensor, values: Tensor, mask: Tensor, seen: Kept, layout: GridLayout, softmax: ScoreOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, as they are compared, values `[B, N, K, W, D]` and mask of windows, with the kept tokens that they see between
-    sinks and segments."""
+    """Keys, as compared, values `[B, N, K, W, D]` and mask of windows, with kept tokens between sinks and segments."""
     sinks, most = layout.sink_tokens, layout.most_kept
     if not most:
         return keys, values, mask
@@ -203,14 +202,9 @@ def choose(
     scores: Tensor, there: Tensor, written: Tensor, shares: Sequence[int], documents: Documents | None
 ) -> tuple[Tensor, Tensor]:
     """Which rows are kept when each of the segments is read, and after the last, `[B, N + 1, K, places]`; and which are
-    evicted after each, `[B, N, K, C]`; −1 for none. The work grows with the square of N.
-
-    Args:
-        scores: of the rows, final, `[B, K, places + N · C, R]`; shares: places for each of them.
-        there: `[B, places]` bool, in which places anything was kept before.
-        written: `[B or 1, N, C]` bool, which tokens there are to keep or evict.
-        documents: of the segments; `None`: one.
-    """
+    evicted after each, `[B, N, K, C]`; −1 for none. The work grows with the square of N. `scores`: of the rows, final, `[B,
+    K, places + N · C, R]`; `there`: `[B, places]` bool, in which places anything was kept before; `written`: `[B or 1, N,
+    C]` bool, which tokens there are to keep or evict; `shares`: places for each score; `documents`: `None`: one."""
     (batch, heads), (segments, slots), places = scores.shape[:2], written.shape[1:], there.shape[1]
     numbers = torch.arange(segments, device=scores.device).unsqueeze(1)
     # While which segment is read each row leaves the window: −1 before the first, `segments` where there is none

@@ -90,21 +90,16 @@ class MemoryRule:
     def states(
         self, written: Written, memory: Tensor, normaliser: Tensor, continues: Tensor | None = None
     ) -> tuple[State, State]:
-        """Memory and normaliser before each segment, `[B, N, K, D, E]` and `[B, N, K, D]`, and after the last.
-
-        Args:
-            written: by the segments; nothing by a segment whose document has ended when it is written.
-            memory, normaliser: before the first segment, `[B, K, D, E]` and `[B, K, D]`.
-            continues: `[B, N]` bool, False where the state begins again at zero behind the segment; `None`: nowhere.
-        """
+        """Memory and normaliser before each segment, `[B, N, K, D, E]` and `[B, N, K, D]`, and after the last. `written`: by
+        the segments; nothing by one whose document has ended by then. `memory`, `normaliser`: before the first. `continues`:
+        `[B, N]` bool, False where the state begins again at zero behind the segment; `None`: nowhere."""
         features, value, _ = written
         memories, last_memory = running_sum(features.mT @ value, memory, continues)
         normalisers, last_normaliser = running_sum(features.sum(-2), normaliser, continues)
         return (memories, normalisers), (last_memory, last_normaliser)
 
     def read(self, features: Tensor, memory: Tensor, normaliser: Tensor) -> Tensor:
-        """σ(q) M / (σ(q) z + ε), equation 3, `[B, N, K, R, E]`; features: σ(q), `[B, N, K, R, D]`; memory: `[B, N, K, D,
-        E]`; normaliser: `[B, N, K, D]`."""
+        """σ(q) M / (σ(q) z + ε), equation 3, `[B, N, K, R, E]`, of σ(q) `[B, N, K, R, D]`, M `[…, D, E]` and z `[…, D]`."""
         read = product(features, memory)
         inverse = (product(features, normaliser.unsqueeze(-1)) + self.eps).reciprocal()
         return read * inverse if read.requires_grad else read.mul_(inverse)

@@ -1,7 +1,7 @@
 """A layer's projections of the new tokens, [`Projections`]; its state between two calls, [`InfiniState`], constant in size;
 and [`AttentionCall`], all that attention is computed from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from .window import ScoreOptions
 # The fields of a state that hold a window, in the order of those of [`Projections`] after the query
 WINDOWS = ("local_key", "local_value", "local_log_weight", "local_score")
 COUNTS = ("tokens_seen", "last_position", "memory_tokens")  # those that a layout has for the state after it
+OF_LAYER = ("memory", "normaliser", *WINDOWS, "kept_position")  # a layer's own: the others follow from which token is where
 
 
 class Projections(NamedTuple):
@@ -49,8 +50,7 @@ class InfiniState:
         local_skipped: `[batch, P]` bool: which tokens of the window `memory_mask` keeps out of the memory; `None`: none.
         tokens_seen: `[batch]`, int64: real tokens of the row's current document.
         last_position: `[batch]`, int64: position id of the last real token, −1 before the first.
-        memory_tokens: `[batch]`, int64: tokens of the row's current document that the memory holds; without any it is not
-            read.
+        memory_tokens: `[batch]`, int64: tokens of the row's current document that the memory holds.
         recent_inputs: `[batch, taps − 1, channels]`, what the short convolution still needs of the row's document, oldest
             first and zero where there is none; `None` without a convolution.
     """
@@ -82,14 +82,9 @@ class InfiniState:
         rule: MemoryRule | None = None,
         weighted: bool = False,
     ) -> "InfiniState":
-        """The state before the first token of every row.
-
-        Args:
-            key: `[batch, kv_heads, tokens, head_dim]` and value `[batch, kv_heads, tokens, value_dim]`: only their shapes,
-                dtype and device are read.
-            segment_length, local_segments, sink_tokens, kept_tokens: `L`, `w`, `S` and `K`, as of [`infini_attention`].
-            rule: how the memory is written; `None`: by the linear rule. weighted: whether tokens have a `log_weight`.
-        """
+        """The state before the first token of every row. Of `key` `[batch, kv_heads, tokens, head_dim]` and `value` `[…,
+        value_dim]` only the shapes, dtype and device are read; `L`, `w`, `S` and `K` as of [`infini_attention`]; `rule`: how
+        the memory is written, `None`: by the linear rule; `weighted`: whether tokens have a `log_weight`."""
         rule = MemoryRule() if rule is None else rule
         check_window(segment_length, local_segments, sink_tokens, kept_tokens)
         batch, heads, _, head_dim = key.shape
@@ -112,13 +107,12 @@ class InfiniState:
             kept_position=torch.full((batch, heads, kept_tokens), -1, device=key.device) if kept_tokens else None,
         )
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The fields by name, without those that are `None`."""
-        return {name: tensor for name in FIELDS if (tensor := getattr(self, name)) is not None}
+    def tensors(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """The fields, or those of these names, without those that are `None`."""
+        return {name: tensor for name in names or FIELDS if (tensor := getattr(self, name)) is not None}
 
-    def having(self, **others: Tensor | None) -> "InfiniState":
-        """The state with other fields. `dataclasses.replace` looks their names up in every state, and torch.compile would
-        check each of them before every step."""
+    def having(self, **others: Any) -> "InfiniState":
+        """The state with other fields. (torch.compile would check every name that `dataclasses.replace` looks up.)"""
         return InfiniState(**{name: getattr(self, name) for name in FIELDS} | others)
 
     def tokens_left(self) -> Tensor:

@@ -1,5 +1,4 @@
-"""One more token for every row, the step that `generate` repeats: its layout, [`StepLayout`], and equations 2 to 5 on the
-window itself instead of a grid.
+"""One more token for every row, the step that `generate` repeats: its layout and equations 2 to 5 on the window itself.
 
 A row whose segment is full writes the oldest segment of its window into the memory, and moves the window one segment on.
 """
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from .kept import Kept, keep_best
 from .layout.base import Layout, last_position, pad
 from .memory import KEEP_SCORES, MemoryRule
-from .state import COUNTS, WINDOWS, Attended, AttentionCall, InfiniState
+from .state import COUNTS, OF_LAYER, Attended, AttentionCall, InfiniState
 from .window import ScoreOptions, are_few, masked_scores, product, softmax_weights
 
 
@@ -229,6 +228,5 @@ def with_segments_complete(rule: MemoryRule, state: InfiniState, border: Segment
         rows = rows if kept is None else kept.into(rows, border)
         return tuple(getattr(rows, name) for name in old)
 
-    names = ("memory", "normaliser", *WINDOWS, "kept_position")
-    old = {name: tensor for name in names if (tensor := getattr(state, name)) is not None}
+    old = state.tensors(OF_LAYER)
     return state.having(**dict(zip(old, border.in_complete_rows(complete, *old.values()), strict=True)))

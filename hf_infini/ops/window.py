@@ -61,8 +61,7 @@ def window_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention inside the window, for many segments in one call: the output `[B, N, H, C, D]`, which means nothing
     where a slot is empty, and, where `softmax.written_out`, the weights `[B, N, H, C, W]`. query: `[B, N, H, C, D]`; key and
-    value: `[B, N, K, W, D]`; mask: bool, True = visible, `[B or 1, N, 1, C, W]`; `None`: every slot of a full window up to
-    the query's own."""
+    value: `[B, N, K, W, D]`; mask: bool, True = visible, `[B or 1, N, 1, C, W]`; `None`: all slots up to the query's own."""
     slots, width, heads_per_key = query.shape[-2], key.shape[-2], query.shape[2] // key.shape[2]
     written_out = softmax.written_out or softmax.softcap or _fused_gradient_is_slow(query, key, value)
     # Torch's kernel for CPUs reads keys and values where they are, for all heads that share them; others would not be fused
@@ -121,8 +120,7 @@ def are_few(rows: Tensor) -> bool:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right`, for `[…, rows, D]` and `[…, D, columns]`. Of few rows in a graph of torch.compile: a sum in float32 or
-    wider, which is fused with what comes before and after it. A kernel of matrix products is one more to start, and leaves
-    most of a GPU idle."""
+    wider, which is fused with what comes before and after it: one kernel less to start."""
     if not are_few(left):
         return left @ right
     wide = torch.promote_types(left.dtype, torch.float32)

@@ -1,7 +1,4 @@
-"""Rows that a score of kept tokens is fitted on: running text with invented facts, all of which are asked for at its end.
-
-The facts' forms are in asking_rows.yaml, with what no form may be: one that an evaluation uses.
-"""
+"""Rows that a score of kept tokens is fitted on: running text with invented facts, all of which are asked for at its end."""
 
 import functools
 import random
@@ -32,17 +29,9 @@ def fact_forms() -> dict[str, dict]:
 def asking_rows(
     tokenizer: PreTrainedTokenizerBase, text: str, *, rows: int = 24, length: int = 1700, seed: int = 0
 ) -> list[list[int]]:
-    """Rows for [`hf_infini.fit_keep_score`] from any text, such as the one that will be asked: half of them state and ask
-    in English, the others in Portuguese.
-
-    Args:
-        tokenizer: of the model.
-        text: what stands between the facts; pieces of it are drawn, and a short one comes again.
-        rows: how many; length: tokens of each; seed: of all that is drawn.
-
-    Raises:
-        ValueError: no text, or rows too short for a fact and its question.
-    """
+    """Rows for [`hf_infini.fit_keep_score`] from any text, such as the one that will be asked: half of them state and ask in
+    English, the others in Portuguese. Between the facts are pieces of the text; a short one comes again. `rows`: how many;
+    `length`: tokens of each; `seed`: of all that is drawn. ValueError without text, or where rows are too short."""
     check_number("rows", rows, {"at_least": 1})
     check_number("length", length, {"at_least": 1})
 

@@ -13,8 +13,7 @@ from ..ops.window import ScoreOptions
 
 def backend_of(model: nn.Module, batch: int = 1, tokens: int = 1024) -> dict[str, str]:
     """By the name of each layer with a memory, which backend computes a call of `[batch, tokens]` that begins a text (the
-    last one named), and why: "step: not one token for every row; grid: plain torch, in a grid of segments". ValueError where
-    the model has no such layer."""
+    last one), and why: "step: not one token for every row; grid: plain torch, …". ValueError where no layer has a memory."""
     found = {}
     for name, layer in memory_layers(model).items():
         heads, kv_heads, width = layer.head_counts

@@ -9,13 +9,9 @@ ENDS_A_LINE = "title p br div li tr dt dd pre blockquote h1 h2 h3 h4 h5 h6".spli
 
 
 def read_document(path: str | Path) -> str:
-    """The text of a file: that of a PDF page by page, of HTML without its markup, and any other as UTF-8.
-
-    Raises:
-        OSError: there is no such file, or it may not be read.
-        ValueError: it is of another kind, or has no text.
-        ModuleNotFoundError: `pip install "hf-infini[documents]"` brings what reads PDF and HTML.
-    """
+    """The text of a file: that of a PDF page by page, of HTML without its markup, and any other as UTF-8. OSError where it
+    cannot be read, ValueError where it is of another kind or has no text, ModuleNotFoundError without
+    `pip install "hf-infini[documents]"`, which brings what reads PDF and HTML."""
     path = Path(path)
     content, kind = path.read_bytes(), path.suffix.lower()
     if kind == ".pdf":

@@ -21,15 +21,9 @@ class Estimate(NamedTuple):
 
 @check_kinds
 def estimate(config: PreTrainedConfig, tokens: int, **options) -> Estimate:
-    """The bytes of the cache after so many tokens of one sequence, in the configuration's dtype.
-
-    Args:
-        config: of a plain model, or of one with a memory.
-        options: of a plain model's memory, as [`patch_model`] takes them.
-
-    Raises:
-        ValueError: options that no memory has, or for a model that has one already; a model that cannot have a memory.
-    """
+    """The bytes of the cache after so many tokens of one sequence, in the configuration's dtype. `config`: of a plain model,
+    with the `options` of [`patch_model`], or of one with a memory. ValueError for options that no memory has, or for a model
+    that has one already; and for a model that cannot have a memory."""
     check_number("tokens", tokens, {"at_least": 1})
     if not hasattr(config, "infini_layers"):
         config = config.get_text_config(decoder=True)

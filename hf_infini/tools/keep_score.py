@@ -2,8 +2,7 @@
 
 What is worth keeping is what later tokens will look at. So the plain model, which still sees everything, is asked: the
 target of a token is the largest attention that any query at least `distance` tokens later gives it, over those queries and
-the query heads of its group. `keep_weight`, one vector for each key/value head, is the ridge regression of that on the input
-of the layer's projections.
+the query heads of its group. `keep_weight`, a vector for each key/value head, is its ridge regression on the layer's input.
 """
 
 import contextlib

@@ -31,8 +31,7 @@ class InfiniLM(HFLM):
     Args:
         pretrained: a model's folder or its name on the Hub; or a model.
         max_length: tokens of the longest input; longer ones lose their beginning, with a warning. Default: no limit for
-            positions that have none, `n_positions` for learned ones, what lm-eval finds where layers of full attention have
-            no memory.
+            positions that have none, `n_positions` for learned ones, what lm-eval finds beside layers of full attention.
         chunk_tokens: tokens per call of the model, of each row of a batch. Memory grows with it.
         adapter: a folder or Hub name of an adapter ([`load_adapter`]) for the model of `pretrained`, a folder or Hub name.
         options: as `hf` takes them (`dtype`, `device`, `tokenizer`, `revision`, …). `batch_size` is a number.

@@ -3,8 +3,7 @@ and rank r of R computes only the tokens of its own.
 
 In each layer a rank takes the state from the rank before it, computes its tokens as any call with a cache does, and passes
 the state after them on: a relay, as that of LASP (arXiv 2404.02882). The state is of constant size, however long the text.
-The backward pass goes the other way, with the gradients of the states. All ranks compute at the same time, but for the
-beginning and the end. Every rank is given the whole rows, and lays out what comes before its shard as one call would.
+The backward pass goes the other way, with the gradients of the states. All ranks compute at the same time but at both ends.
 """
 
 import copy
@@ -26,13 +25,11 @@ from ..compat.cache_name import CACHE
 from ..models.base import memory_mask_of
 from ..ops.checks import bool_mask, check_kinds
 from ..ops.layout.build import segment_layout
-from ..ops.state import WINDOWS, InfiniState, Projections
+from ..ops.state import OF_LAYER, InfiniState, Projections
 from ..options import check_number
 
 # What loading or saving writes into a configuration, perhaps on one rank only
 SAVED = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
-# The fields of a state that are a layer's own: the others follow from which token is where
-OF_LAYER = ("memory", "normaliser", *WINDOWS, "kept_position")
 
 
 @check_kinds
@@ -61,8 +58,7 @@ def shard_rows(
         `cache` (before transformers 5.24 `past_key_values`), the [`ShardCache`] of this one call; and `use_cache` False.
 
     Raises:
-        ValueError: the rows have fewer than 2 tokens for every rank, or some layers of the model have no memory; on every
-            rank.
+        ValueError: on every rank: the rows have fewer than 2 tokens for each, or some layers of the model have no memory.
     """
     shapes = {name: list(part.shape) for name, part in batch.items()}
     text: Any = batch.get("input_ids", batch.get("inputs_embeds"))
@@ -80,12 +76,8 @@ def read_rows(
     model, batch: Mapping[str, Tensor], past: InfiniCache | None = None, group: distributed.ProcessGroup | None = None
 ) -> tuple[list[tuple[int, Any]], InfiniCache]:
     """Rows of any length, read over the ranks, or on each of them, if there are fewer than 2 tokens for every rank. Without
-    gradients; arguments and errors as of [`shard_rows`].
-
-    Returns:
-        The model's outputs of this rank, `(first column, output)` each: together, those of all ranks are of every column
-        once; and the cache of the whole rows, on every rank.
-    """
+    gradients; arguments and errors as of [`shard_rows`]. What comes back are the model's outputs of this rank, `(first
+    column, output)` each, which with those of all ranks are of every column once; and the cache of the whole rows."""
     text: Any = batch.get("input_ids", batch.get("inputs_embeds"))
     with torch.no_grad():
         if text.shape[1] < 2 * distributed.get_world_size(group):
@@ -115,12 +107,8 @@ def check_shards(config: PreTrainedConfig, tokens: int | None = None, size: int 
 
 class ShardCache(InfiniCache):
     """What the ranks before this one leave: the cache of one call of a model on one shard, made by [`shard_rows`], whose
-    arguments it has. Only [`ShardCache.whole`] can be continued.
-
-    Raises:
-        ValueError: as [`shard_rows`]. In a call: the ranks' models, versions, rows or shards do not fit together (on every
-            rank).
-    """
+    arguments and errors it has. Only [`ShardCache.whole`] can be continued. In a call, ValueError on every rank where they
+    differ in model, versions or rows, or a shard does not fit."""
 
     def __init__(self, config: PreTrainedConfig, batch: Mapping[str, Tensor], group, past: InfiniCache | None):
         self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
@@ -173,8 +161,6 @@ class ShardCache(InfiniCache):
         if not torch.is_grad_enabled():
             self.advance_layers(of_call, tokens)
 
-    # --- what [`SharedInputs.exchange`] does for the layers ----------------------------------------------------------------
-
     def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
         """Finds the state that the layout of a call of `[batch, tokens]` continues; masks as of [`segment_layout`]."""
         if self.anchors:
@@ -217,13 +203,13 @@ class ShardCache(InfiniCache):
 
         state = state.map_windows(as_after, tokens._replace(score=None))
         state = state if self.layout_before is None else state.after(self.layout_before)
-        own = _of_layer(state)
+        own = state.tensors(OF_LAYER)
         parts = self.received((layer, "state"), [*own.values()], *tokens)
         return state.having(**dict(zip(own, parts, strict=True)))
 
     def passed_on_state(self, layer: int, output: Tensor, state: InfiniState) -> Tensor:
         """The `output` of a layer's attention, after which its state is this."""
-        return self.passed_on((layer, "state"), output, [*_of_layer(state).values()])
+        return self.passed_on((layer, "state"), output, [*state.tensors(OF_LAYER).values()])
 
     def received(self, name: Hashable, parts: Sequence[Tensor], *sources: Tensor | None) -> Sequence[Tensor]:
         """What the rank before has passed on by this name, in the place of such `parts`; the same again where a layer runs
@@ -289,7 +275,3 @@ def transfer(operation: Callable, parts: Sequence[Tensor], rank: int, group) -> 
     operations = [distributed.P2POp(operation, part, group=group, group_peer=rank) for part in parts]
     for work in distributed.batch_isend_irecv(operations) if operations else ():
         work.wait()
-
-
-def _of_layer(state: InfiniState) -> dict[str, Tensor]:
-    return {name: part for name, part in state.tensors().items() if name in OF_LAYER}

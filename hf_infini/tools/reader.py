@@ -33,16 +33,13 @@ PLAIN_TEMPLATE = (
 class Reader:
     """Reads texts with a model that has a memory, and each beginning of them once: a text goes on from the longest beginning
     that was read, so a question after a document, or the next turn of a chat, costs what is new. Where a chat's template
-    renders an earlier turn otherwise, the reader goes on from the turn before.
+    renders an earlier turn otherwise, the reader goes on from the turn before. ValueError where the model has no memory.
 
     Args:
         model, tokenizer: a causal language model with a memory, in evaluation mode, and its tokenizer.
-        chunk: tokens per call of the model; working memory grows with it.
+        chunk: tokens per call of the model, at least 1; working memory grows with it.
         cache: what was read before every text, such as [`InfiniCache.from_pretrained`] gives; `None`: nothing.
-        turns: how many answers' ends are kept, the latest; each takes as many bytes as [`hf_infini.cache_bytes`] says.
-
-    Raises:
-        ValueError: the model has no memory; `chunk` or `turns` is not positive.
+        turns: so many latest answers' ends, at least 1, are kept; each takes [`hf_infini.cache_bytes`] bytes.
     """
 
     @check_kinds
@@ -72,15 +69,12 @@ class Reader:
         Args:
             file: a memory file of the text, which is read if it is there, and written if not. While the model reads,
                 `NAME.partial` has what it has read so far: after a kill the same call goes on there.
-            split_special_tokens: whether words of the text that spell the tokenizer's special tokens are plain text, as in
-                a document of somebody else's.
+            split_special_tokens: whether words of the text that spell special tokens are plain text, as others' may.
             progress: whether a bar shows how far it is, and the time left.
 
         Returns:
-            The reader's own cache after the text. Copy it (`copy.copy`) before a model is called with it.
-
-        Raises:
-            MemoryFileError: the file is damaged, or the memory of another text or model.
+            The reader's own cache after the text. Copy it (`copy.copy`) before a model is called with it. MemoryFileError
+            where the file is damaged, or the memory of another text or model.
         """
         if text in self.texts:
             return self.texts[text]
@@ -112,8 +106,7 @@ class Reader:
     @check_kinds
     def read_document(self, text: str, *, file: str | Path | None = None, progress: bool = True) -> InfiniCache:
         """Reads the document that all following chats are about: their first message begins with it. What in it spells a
-        special token is plain text; arguments and errors as of [`Reader.read`], and ValueError where the chat template
-        changes what is said."""
+        special token is plain text; arguments and errors as of `read`, and ValueError where the template changes it."""
         head, found, _ = self.rendered([{"role": "user", "content": text}]).partition(text)
         if not found:
             raise ValueError("the chat template changes what is said: set the tokenizer's chat_template to None.")
@@ -124,15 +117,12 @@ class Reader:
 
     @check_kinds
     def generate(self, texts: str | Sequence[str], **options) -> list[str]:
-        """What the model goes on with after each of the texts, which may begin alike.
+        """What the model goes on with after each of the texts, which may begin alike; ValueError where one has nothing new.
 
         Args:
             texts: one, whose continuation is kept for the next; or several, which are read in one batch.
             options: of the model's `generate`, such as `max_new_tokens=200` or `streamer`. Steps are compiled only with
                 `disable_compile=False`: the first answer then takes a minute longer.
-
-        Raises:
-            ValueError: a text has nothing beyond what was read, or there is none.
         """
         texts = [texts] if isinstance(texts, str) else list(texts)
         begun, before = self._longest(texts)

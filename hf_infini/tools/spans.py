@@ -16,19 +16,16 @@ def score_spans(
     chunk: int,
     progress: Callable[[range], Iterable[int]] = iter,
 ) -> list[tuple[float, bool]]:
-    """How a model predicts parts of rows, which are read in chunks through its cache; logits are computed only where a token
-    is asked for.
+    """How a model predicts parts of rows, read in chunks through its cache; logits are made only where a token is asked for.
 
     Args:
         model: a causal language model in evaluation mode.
         rows: the token numbers of each row, 1-D arrays of any lengths.
-        spans: `(row, first, end)`: the part `rows[row][first:end]`, not empty; `first` is at least 1, as nothing predicts a
-            row's first token.
+        spans: `(row, first, end)`: the part `rows[row][first:end]`, not empty; nothing predicts a row's first token.
         chunk: tokens per call of the model.
         progress: goes through the first columns of the chunks: `tqdm` shows a bar.
 
-    Returns, of each span, the sum of its tokens' negative log-likelihoods in nats, and whether each of its tokens is the
-    arg-max given the true tokens before it.
+    Returns, of each span, the sum of its tokens' negative log-likelihoods in nats, and whether all are the arg-max.
     """
     device = next(model.parameters()).device
     # Padding is on the right, where a causal model's other tokens do not see it

@@ -198,8 +198,6 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             query_weight=getattr(self, "score_weight", None),
         )
 
-    # --- the steps ----------------------------------------------------------------------------------------------------
-
     def _with_cached(self, hidden_states, position_ids, cache) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the new tokens; keys and values of these and of the cached ones."""
         query, key, value = self.project(hidden_states)

@@ -3,10 +3,9 @@
 from transformers import PreTrainedConfig
 
 from ...compat.hub_code import carry_code
-from ...options import MEMORY_OPTIONS, number
+from ...options import MEMORY_OPTIONS, number, refuse
 from ..option_checks import InfiniConfigMixin, checked
 from .options import IN_EMBEDDING, ScratchOptions
-from .options import NEEDS as NEEDS_OF_SCRATCH
 
 # The options of a CausalMultiHeadAttention outside of a model, beside its sizes.
 ATTENTION_OPTIONS = (
@@ -14,7 +13,15 @@ ATTENTION_OPTIONS = (
     *(name for name in MEMORY_OPTIONS if name not in ("layers", "mask_special_tokens")),
 )
 # Every option that does nothing unless another one has one of these values. What train.py learns to predict is its own.
-NEEDS = NEEDS_OF_SCRATCH | {name: ("attention", ("infini",)) for name in MEMORY_OPTIONS if name != "mask_special_tokens"}
+NEEDS = {
+    "score": ("attention", ("global", "local", "infini")),
+    "qkv_bias": ("attention", ("global", "local", "infini")),
+    "sliding_window": ("attention", ("local",)),
+    "max_distance": ("position_encoding", ("relative_key", "t5")),
+    "num_buckets": ("position_encoding", ("t5",)),
+    "rope_theta": ("position_encoding", ("rope",)),
+    **{name: ("attention", ("infini",)) for name in MEMORY_OPTIONS if name != "mask_special_tokens"},
+}
 # Segments and memory work on products of queries and keys: what adds to a score, or is none, has no place there.
 INFINI_SCORES = ("scaled_dot", "dot", "general")
 INFINI_POSITIONS = ("learned", "sinusoidal", "rope", "none")
@@ -90,9 +97,7 @@ class CausalMHAConfig(ScratchOptions, InfiniConfigMixin, PreTrainedConfig):
             unused = found not in kinds and value != type(self).__dataclass_fields__[name].default
             allowed = " or ".join(map(repr, kinds))
             refused[f"{name}={value!r} belongs to {needed}={allowed} and does nothing with {found!r}"] = unused
-        for reason, applies in refused.items():
-            if applies:
-                raise ValueError(f"{reason}.")
+        refuse(refused)
 
 
 carry_code("models.scratch.modeling", AutoConfig=CausalMHAConfig)

@@ -110,8 +110,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """
         Args:
-            input_ids, inputs_embeds, cache, use_cache: as of [`InfiniModelMixin`]. Without a memory, the cache is a
-                `DynamicCache(config=model.config)`.
+            input_ids, inputs_embeds, cache, use_cache: as of [`InfiniModelMixin`]; without a memory with a `DynamicCache`.
             attention_mask: `[batch, past + tokens]`, 1 = real, 0 = padding.
             position_ids: `[batch, tokens]`; without them a row's real tokens are counted. Without mask and cache, positions
                 that go back begin a new document that sees nothing of the one before (packing).

@@ -8,15 +8,6 @@ from typing import Literal
 
 RELATIVE = ("relative_key", "t5", "alibi")  # depend on the distance of each query and key
 IN_EMBEDDING = ("learned", "sinusoidal")  # added to the token embeddings; the others act inside the attention
-# The options that do nothing unless another one has one of these values
-NEEDS = {
-    "score": ("attention", ("global", "local", "infini")),
-    "qkv_bias": ("attention", ("global", "local", "infini")),
-    "sliding_window": ("attention", ("local",)),
-    "max_distance": ("position_encoding", ("relative_key", "t5")),
-    "num_buckets": ("position_encoding", ("t5",)),
-    "rope_theta": ("position_encoding", ("rope",)),
-}
 
 
 @dataclass(init=False, repr=False, eq=False)

@@ -109,12 +109,9 @@ def scan_back_kernel(
     to_states, to_wrote, last, to_last, to_before, known, rows, carried, segments, width,
     C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """to_wrote: the sums from the other end; what leaves the window after the call is not stored. Grid (⌈size / BLOCK⌉,
-    kv_heads, batch).
-
-    to_last: gradients of memory and normaliser after the call, of segment last `[batch]`. to_before: of the state before
-    the call, `[batch, kv_heads, size]`. `None`: there is none.
-    """
+    """to_wrote: the sums from the other end; what leaves the window after the call is not stored. to_last: gradients of
+    memory and normaliser after the call, of segment last `[batch]`. to_before: of the state before the call, `[batch,
+    kv_heads, size]`. `None`: there is none. Grid (⌈size / BLOCK⌉, kv_heads, batch)."""
     grid = parts.Grid(*known, rows, carried, segments, width)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, b = tl.program_id(1), tl.program_id(2)

@@ -82,11 +82,9 @@ def _weighed(queries, keys, values, seen, top, mass, total, scale, C: tl.constex
 
 @triton.jit(do_not_specialize=CHANGING)
 def attend_kernel(q, mq, window, out, found, log_sum, states, gate, known, rows, carried, segments, width, C: tl.constexpr):
-    """Window, read and mixture of a tile of queries. Grid (segments · ⌈width / BM⌉, heads, batch).
-
-    q: the window's queries, not turned; mq: the memory's. For the gradient, or `None`: found, what the window found, and
-    log_sum `[batch, heads, tokens]`, log₂ of the softmax's denominator.
-    """
+    """Window, read and mixture of a tile of queries. q: the window's queries, not turned; mq: the memory's. For the
+    gradient, or `None`: found, what the window found, and log_sum `[batch, heads, tokens]`, log₂ of the softmax's
+    denominator. Grid (segments · ⌈width / BM⌉, heads, batch)."""
     grid = parts.Grid(*known, rows, carried, segments, width)
     s, first, h, b = parts.tile_of(grid, C.BM)
     kv, begin, slots = h // (grid.heads // grid.kv_heads), parts.begin_of(grid, b, s), first + tl.arange(0, C.BM)

@@ -1,12 +1,11 @@
 """The linear rule by kernels of our own, forward and backward, behind one autograd function.
 
-Against plain torch, which reads and writes each intermediate result, a layer reads its inputs two or three times: scores,
-features and what was read never leave the chip. Beside the output, training keeps what the window found, one number a token
-and head, and the states of the segments, and computes the rest again.
+A layer reads its inputs two or three times: scores, features and what was read never leave the chip. Training keeps what
+the window found, one number a token and head, and the states of the segments, and computes the rest again.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -21,8 +20,7 @@ from . import backward, forward
 from .parts import INTERPRETED, Constants, Known, Rows, Seeing, Window
 from .rotary import signed_sines
 
-# By kernel: tokens at a time, warps and stages of the software pipeline, the fastest of eight measured on an H100; and what
-# a program has, one of these tiles or a whole segment
+# By kernel: tokens at a time, warps and stages of the pipeline, the fastest of eight on an H100; and what a program has
 KERNELS: dict[str, tuple[Any, dict[str, int], str]] = {
     "turn": (forward.turn_kernel, {"BM": 32, "num_warps": 4, "num_stages": 2}, "BM"),
     "write": (forward.write_kernel, {"BN": 64, "num_warps": 4, "num_stages": 3}, "segment"),
@@ -36,21 +34,29 @@ KERNELS: dict[str, tuple[Any, dict[str, int], str]] = {
 }
 
 
-class Launcher(NamedTuple):
-    """Gives every kernel what it knows of a call beside its tensors.
+class Launcher:
+    """Gives every kernel what it knows of a call beside its tensors."""
 
-    Attributes:
-        layout: of the call; known, constants: see parts.py; itemsize: bytes of a number of the window.
-        last: segment of the next token, `[batch]`; `None`: the state after the call is not wanted.
-        recorded: whether gradients are; within the autograd function nobody can tell.
-    """
-
-    layout: GridLayout
-    known: Known
-    constants: Constants
-    itemsize: int
-    last: Tensor | None
-    recorded: bool
+    def __init__(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor):
+        softmax, layout = call.softmax, call.layout
+        self.layout: GridLayout = layout
+        self.itemsize = query.itemsize
+        self.recorded = torch.is_grad_enabled()  # within the autograd function nobody can tell
+        tensors = (layout.source, layout.skipped, layout.document, layout.left, *(softmax.rotary or (None, None)))
+        self.known = Known(
+            *(x if x is None else x.contiguous() for x in tensors), heads=query.shape[1], kv_heads=key.shape[1],
+            length=layout.segment_length, scale=softmax.scaling_of(query), eps=call.rule.eps,
+        )  # fmt: skip
+        # The interpreter's products of 16 bits are wrong
+        short = {} if INTERPRETED else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+        self.constants = Constants(
+            D=query.shape[3], E=value.shape[3], W=layout.local_segments, SINKS=layout.sink_tokens,
+            SINK_TILE=triton.next_power_of_2(max(16, layout.sink_tokens)),
+            SIGNED=None if softmax.rotary is None else signed_sines(softmax), EXP=call.rule.feature_map == "exp",
+            DTYPE=short.get(query.dtype, tl.float32), BM=0, BN=0,
+        )  # fmt: skip
+        # The segment that the next token falls into, `[batch]`, whose state is that after the call; `None`: it is not wanted
+        self.last = layout.tokens_seen // layout.segment_length + layout.document[:, -1] if call.return_state else None
 
     def tiles(self, name: str) -> tuple[dict[str, int], int]:
         """Of a kernel: no more tokens than a segment has, and than fit on the chip in this width; and how many there are."""
@@ -87,8 +93,8 @@ class Launcher(NamedTuple):
 def run(call: AttentionCall) -> Attended:
     """As [`attend`] of ops/attention.py, for a call that fits."""
     layout, softmax, state, log_weight = call.layout, call.softmax, call.state, call.tokens.log_weight
-    kind = call.tokens.query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else call.tokens.query.dtype
+    kind, dtype = call.tokens.query.device.type, call.tokens.query.dtype
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
     query, key, value = (tensor.to(dtype) for tensor in call.tokens[:3])
     if layout.carried:
         key, value = (_with_window(layout, *pair) for pair in ((key, state.local_key), (value, state.local_value)))
@@ -108,32 +114,12 @@ def run(call: AttentionCall) -> Attended:
     before = (state.memory, state.normaliser) if layout.begun else (None, None)
     before = [x if x is None else x.float().contiguous() for x in before]
     with torch.cuda.device_of(query):  # else Triton takes the current one
-        output, *after = Linear.apply(*tensors, call.gate, *before, _launcher(call, query, key, value))
+        output, *after = Linear.apply(*tensors, call.gate, *before, Launcher(call, query, key, value))
     output = output.to(call.tokens.value.dtype)
     if not call.return_state:
         return output, None, None
     state = state.map_windows(lambda window, new: layout.next_window(new, window), call.tokens)
     return output, state.after(layout, memory=after[0], normaliser=after[1]), None
-
-
-def _launcher(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Launcher:
-    """What all kernels are given. The interpreter's products of 16 bits are wrong."""
-    layout, softmax, heads = call.layout, call.softmax, query.shape[1]
-    short, sinks = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}, layout.sink_tokens
-    tensors = (layout.source, layout.skipped, layout.document, layout.left, *(softmax.rotary or (None, None)))
-    known = Known(
-        *(x if x is None else x.contiguous() for x in tensors), heads=heads, kv_heads=key.shape[1],
-        length=layout.segment_length, scale=softmax.scaling_of(query), eps=call.rule.eps,
-    )  # fmt: skip
-    constants = Constants(
-        D=query.shape[3], E=value.shape[3], W=layout.local_segments, SINKS=sinks,
-        SINK_TILE=triton.next_power_of_2(max(16, sinks)), SIGNED=None if softmax.rotary is None else signed_sines(softmax),
-        EXP=call.rule.feature_map == "exp", DTYPE=tl.float32 if INTERPRETED else short.get(query.dtype, tl.float32),
-        BM=0, BN=0,
-    )  # fmt: skip
-    # The segment that the next token falls into, whose state is that after the call
-    last = layout.tokens_seen // layout.segment_length + layout.document[:, -1] if call.return_state else None
-    return Launcher(layout, known, constants, query.itemsize, last, torch.is_grad_enabled())
 
 
 def _with_window(layout: GridLayout, new: Tensor, window: Tensor) -> Tensor:
@@ -155,12 +141,10 @@ def _parts_of(state: Tensor | None, width: int) -> tuple[Any, Any]:
 
 
 class Linear(Function):
-    """The linear rule, sinks and window; forward.py and backward.py have the formulas.
-
-    Arguments: queries, keys, values (keys and values of all rows of the grid); queries and keys of the memory, or `None`:
-    the same; the sinks' turned keys and values, `[batch, kv_heads, groups · sinks, …]`, where they are apart; the gate;
-    memory and normaliser before the call, or `None`: empty; the [`Launcher`].
-    """
+    """The linear rule, sinks and window, by the formulas of forward.py and backward.py. Arguments: queries, keys and values
+    (these two of all rows of the grid); queries and keys of the memory, or `None`: the same; the sinks' turned keys and
+    values, `[batch, kv_heads, groups · sinks, …]`, where they are apart; the gate; memory and normaliser before the call, or
+    `None`: empty; the [`Launcher`]."""
 
     @staticmethod
     def forward(ctx, query, key, value, memory_query, memory_key, sink_key, sink_value, gate, memory, normaliser, launcher):
@@ -238,8 +222,7 @@ class Linear(Function):
 
 
 def _sums_by_document(to_sinks: Tensor, layout: GridLayout) -> Tensor:
-    """What all segments owe to their document's sinks, `[batch, kv_heads, segments, …]`, at the document's first segment; of
-    a plain layout at the only one."""
+    """What all segments owe to the sinks, `[batch, kv_heads, segments, …]`, at their document's first segment."""
     if layout.source is None:
         return to_sinks.sum(2, keepdim=True)
     first = torch.arange(layout.segments, device=to_sinks.device)[:, None]

@@ -1,9 +1,7 @@
-"""What the kernels of the linear rule share: their arguments, which token is in a slot, loading and storing rows, products,
-features and rotation.
+"""What the kernels of the linear rule share.
 
 A *row* is a place in the tensors of keys: first what the grid holds of the state's window (`carried` rows), then the call's
-tokens; −1 where a slot is empty. Queries and outputs have only the tokens. A *state* is D · E + D numbers in float32, M and
-then z.
+tokens; −1 where a slot is empty. Queries and outputs have only the tokens. A *state* is D · E + D float32 numbers, M and z.
 """
 
 import os
@@ -48,11 +46,8 @@ def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr = None):
 
 @triton.jit
 def exact_dot(a, b, total, C: tl.constexpr):
-    """total + a b as of float32 matrices.
-
-    Where products have 16 bits, what is not bfloat16 becomes the sum of two numbers that are. Their products have 16 bits at
-    half of what three of 11 bits (tf32x3) cost, and the range of float32, which features need.
-    """
+    """total + a b as of float32 matrices. Where products have 16 bits, what is not bfloat16 becomes the sum of two numbers
+    that are: products of 16 bits and of the range that features need, at half of what three of 11 bits (tf32x3) cost."""
     if C.DTYPE == tl.float32:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision=PRECISION)
     a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
@@ -81,8 +76,7 @@ def slope(x, f, C: tl.constexpr):
 
 @triton.jit
 def tile_of(grid, TILE: tl.constexpr):
-    """The segment of this program, its first slot, its head and its row of the batch, in a grid (segments · ⌈width / TILE⌉,
-    heads, batch)."""
+    """The segment of this program, its first slot, its head and its row of the batch."""
     tiles = tl.cdiv(grid.width, TILE)
     return tl.program_id(0) // tiles, tl.program_id(0) % tiles * TILE, tl.program_id(1), tl.program_id(2)
 
@@ -230,8 +224,7 @@ def reach(grid, first, token, slots, part: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def load_seen(window, grid, b, kv, s, begin, part: tl.constexpr, at, slots, C: tl.constexpr):
-    """Turned keys and values of this part of a window, a tile from slot `at` on or all sinks, and which of them the queries
-    in these slots see."""
+    """Turned keys and values of this part of a window, a tile from slot `at` on or all sinks, and which the slots see."""
     key_slots = at + tl.arange(0, C.BN)
     if part > C.W:
         keys, values, row = load_sinks(window, grid, b, kv, s, begin, C)

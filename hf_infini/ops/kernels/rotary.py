@@ -1,5 +1,4 @@
-"""Which turning functions the kernels know: those that turn the pair (x_i, x_{i + d/2}) of a whole head by the cosines and
-sines of a table, as Llama's do."""
+"""Which turning functions the kernels know: Llama's, of the pair (x_i, x_{i + d/2}) by the cosines and sines of a table."""
 
 from typing import Any
 
@@ -11,8 +10,7 @@ _known: dict[Any, bool | None] = {}
 
 
 def signed_sines(softmax: ScoreOptions) -> bool | None:
-    """Whether the first half of the sines has its sign already ([`rotation`]); `None`: another way of turning, or not of the
-    tables' whole width."""
+    """Whether the first half of the sines has its sign already ([`rotation`]); `None`: another way of turning."""
     turn: Any = softmax.turn
     tables: Any = softmax.rotary
     width = tables[0].shape[-1]

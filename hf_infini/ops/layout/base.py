@@ -80,8 +80,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class GridLayout(Layout):
-    """A layout in a grid. The memory takes in a segment when it leaves the window, `w` segments later: what it takes in is
-    counted in the grid *delayed* by so many."""
+    """A layout in a grid. The memory takes in the grid *delayed* by the `w` segments after which one leaves the window."""
 
     batch: int
     tokens: int
@@ -111,8 +110,7 @@ class GridLayout(Layout):
     most_kept: int = 0  # how many tokens are kept at most when a segment is read
 
     def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
-        """`new [batch, heads, tokens, dim]` and the state's window `[batch, heads, places, dim]` (`None` for queries: zeros)
-        as `[batch, segments, slots, heads, dim]`."""
+        """`new [batch, heads, tokens, dim]` and the window (`None`: zeros) as `[batch, segments, slots, heads, dim]`."""
         rows = new.transpose(1, 2)
         if self.carried:
             begin = self.carried_to - self.carried
@@ -143,8 +141,7 @@ class GridLayout(Layout):
         return self._rows(new, window, self.sink_rows)
 
     def _rows(self, new: Tensor, window: Tensor, index: Tensor) -> Tensor:
-        """The rows at `index` `[batch or 1, …]` of (the state's window up to `carried_to`, new tokens), `[batch, …, heads,
-        dim]`; zero at −1."""
+        """The rows of window and new tokens at `index` `[batch or 1, …]`, `[batch, …, heads, dim]`, zero at −1."""
         rows = torch.cat([window[:, :, : self.carried_to], new], 2) if self.carried_to else new
         batch = torch.arange(self.batch, device=rows.device).view(-1, *(1,) * (index.dim() - 1))
         # Advanced indices, whose gradient is summed in a fixed order

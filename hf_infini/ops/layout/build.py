@@ -1,8 +1,7 @@
 """Makes the layout of a call ([`Layout`]), once per forward.
 
 Outside of a graph of torch.compile values are read back from the device, and the layout is no larger than it must be. Inside
-of one a step without positions, and rows that begin one document each, have sizes that follow from the arguments' shapes;
-any other layout is made outside of the graph.
+of one are steps without positions and rows that begin one document each, whose sizes follow from the arguments' shapes.
 """
 
 from dataclasses import replace
@@ -34,16 +33,9 @@ def segment_layout(
     completes_segments: bool = True,
 ) -> StepLayout | GridLayout:
     """Lays out a call of `[batch, tokens]`. On an accelerator this waits for the device a few times, but not for a training
-    step of rows without padding and positions.
-
-    Args:
-        attention_mask, position_ids, memory_mask, state: as of [`infini_attention`]; positions may be `[1, tokens]`.
-        completes_segments: as of [`step_layout`].
-
-    Raises:
-        ValueError: masks or positions of another shape; a mask with other values than 0 and 1 (in a graph a RuntimeError);
-            as many sinks as a segment has tokens.
-    """
+    step of rows without padding and positions. Arguments as of [`infini_attention`], positions perhaps `[1, tokens]`, and of
+    [`step_layout`]. ValueError for masks or positions of another shape, a mask with other values than 0 and 1 (in a graph a
+    RuntimeError), and as many sinks as a segment has tokens."""
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
     sizes: dict[str, Any] = dict(zip(WINDOW_SIZES, window, strict=True))
     graph = torch.compiler.is_compiling()

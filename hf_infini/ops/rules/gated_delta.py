@@ -7,8 +7,7 @@ g_t = α_1 ⋯ α_t, counted from the chunk's first token, the state after t is 
 
     (I + T) U = β V − β g K M_0,  T_ti = β_t (g_t / g_i) k_t·k_i for i < t, else 0.
 
-The state after a chunk is affine in M_0: the loop over chunks touches states only. Shapes as in memory.py; `P` tokens in a
-segment or chunk.
+The state after a chunk is affine in M_0: the loop over chunks touches states only. `P`: tokens of a segment or chunk.
 """
 
 import torch
@@ -84,13 +83,9 @@ def gated_delta_scan(
     key: Tensor, value: Tensor, log_weight: Tensor, memory: Tensor, continues: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """M before each segment, `[B, N, K, D, E]`, and after the last, `[B, K, D, E]`. A chunk has at most as many tokens as a
-    head is wide: then neither T nor the states between chunks hold more numbers than the tokens do.
-
-    Args:
-        key: k, `[B, N, K, P, D]`; value: v, `[B, N, K, P, E]`; log_weight: log β and log α, `[B, N, K, P, 2]`. A token with
-            k = 0 and log α = 0 changes nothing.
-        memory, continues: as in [`MemoryRule.states`].
-    """
+    head is wide: then neither T nor the states between chunks hold more numbers than the tokens do. `key`, `value`: k and v,
+    `[B, N, K, P, D]` and `[…, E]`; `log_weight`: log β and log α, `[…, 2]`; a token with k = 0 and log α = 0 changes
+    nothing; `memory`, `continues`: as in [`MemoryRule.states`]."""
     width = key.shape[-1]
     chunks = -(-key.shape[-2] // width)
     if chunks > 1:

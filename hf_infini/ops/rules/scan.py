@@ -15,13 +15,8 @@ class DeltaScan(Function):
 
     with g_n the gradient of M_n:  g_n += g_{n+1} − B_nᵀ g_{n+1},  g_T_n = g_{n+1},  g_B_n = −g_{n+1} M_nᵀ.
 
-    Only changes are multiplied: a product of the whole state would round it once more at every block.
-
-    Args:
-        target: T, `[B, N, K, D, E]`; factor: B, `[B, N, K, D, D]`; incoming: M_0, `[B, K, D, E]`.
-        continues: `[B, N]` bool: where it is False, M begins again at zero behind the block; `None`: nowhere.
-
-    Returns M before each block, `[B, N, K, D, E]`, and after the last.
+    Only changes are multiplied: a product of the whole state would round it once more at every block. Of T `[B, N, K, D,
+    E]`, B `[B, N, K, D, D]`, M_0 `[B, K, D, E]` and `continues`, as in [`MemoryRule.states`]: M before each and the last.
     """
 
     @staticmethod

@@ -48,8 +48,7 @@ class LayerInspection:
         local_heads: `[batch, head, query, head_dim]`, weights · values: the softmax attention of the local window.
         memory_heads: `[batch, head, query, head_dim]`, what was read from the memory; 0 where the document has none yet.
         memory_weights: `[batch, head, query, key]`, the part that each token's value has in that: memory_heads =
-            memory_weights · values. 0 for tokens that the memory does not hold when the query reads it. By the linear rule
-            weights are not negative, and a row sums to 1.
+            memory_weights · values. 0 for tokens that it does not hold. By the linear rule none is below 0, rows sum to 1.
         memory_share: `[batch, head, query]`, ‖g · memory‖ / (‖g · memory‖ + ‖(1 − g) · local‖), Euclidean norms of a token's
             context vectors: 0, all local, to 1, all memory.
         memory_norm: `[batch, head, segment]`, Frobenius norm of the memory M that the row's segment s reads; the last entry
@@ -57,8 +56,7 @@ class LayerInspection:
         segments: `[batch, query]`, int64, which segment of its row each token lies in.
         fates: `[batch, head, segment, key]`, int8, where each token is when each segment is read, and at the end, counted
             like `memory_norm`; a number of `hf_infini.tools.inspection.FATES`: a "sink", in the "window", or "kept", all
-            of which the softmax sees; or in the "memory". "none": not read yet, of another document, or left out of the
-            memory by a mask.
+            of which the softmax sees; or in the "memory". "none": not read yet, of another document, or left out by a mask.
     """
 
     layer: int
@@ -88,17 +86,11 @@ class Inspection:
     name: str = ""
 
     def table(self, name: str = "weights", *, layer: int = 0, head: int = 0, row: int = 0):
-        """One layer's tensor for one row and, where it is one matrix per head, one head, as a `pandas.DataFrame` (pandas
-        comes with the extra "inspection").
+        """One layer's tensor of this name for one row and, where it is one matrix per head, one head, as a
+        `pandas.DataFrame` (pandas comes with the extra "inspection"); ValueError where the layer has no such tensor.
 
         Queries are labelled `Q:` and keys `K:` with the token's text, and its place in the row where a text comes twice
         (`Q:·de@3`); heads `H:0`, segments `S:0` and `S:end`, the numbers of a vector 0, 1, …. "fates" is a table of words.
-
-        Args:
-            name: of the tensor, such as "weights", "memory_weights", "scores", "heads", "output" or "gate".
-
-        Raises:
-            ValueError: the layer has no such tensor.
         """
         import pandas
 

@@ -19,11 +19,7 @@ SCRIPTS = ("strings.js", "page.js", "map.js", "fates.js", "charts.js", "start.js
 
 def inspection_page(inspection: Inspection, *, title: str | None = None, row: int = 0) -> str:
     """The page, as HTML text: each head's weights with their tokens, and the memory, in about 1.3 · tokens² bytes for each.
-
-    Args:
-        inspection: of a model's layers, at least one of which has attention heads.
-        title: by default the model's name; row: of the batch.
-    """
+    At least one layer has attention heads. `title`: by default the model's name; `row`: of the batch."""
     title, layers = title or inspection.name, [_layer_data(layer, row) for layer in inspection.layers.values()]
     data = {"title": title, "tokens": inspection.texts[row], "layers": layers}
     content = json.dumps(data, ensure_ascii=False, allow_nan=False)

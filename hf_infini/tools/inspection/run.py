@@ -39,15 +39,13 @@ def inspect_attention(
     *,
     layers: Sequence[int] | None = None,
 ) -> Inspection:
-    """Runs a model once, in evaluation mode and without a cache, and returns what every head of it did. The model is left as
-    it was.
+    """Runs a model once, without a cache, in evaluation mode, leaves it as it was, and returns what every head of it did.
 
     Args:
         model: a decoder that [`hf_infini.patch_model`] takes, with a memory (in all layers or some) or without, or a
             `causal_mha` model; with any head or none; PEFT's wrapper around one.
         inputs: a text (which needs the tokenizer, and no special tokens are added), token ids `[batch, tokens]` without
-            padding, or what the model takes by name: `input_ids` with `position_ids` `[batch, tokens]`; where these go back
-            to 0, a new document begins (packed rows).
+            padding, or what the model takes by name: `input_ids` with `position_ids`, in which 0 begins a document.
         tokenizer: makes the labels readable; without it they are the ids.
         layers: numbers of the layers to keep; `None`: all. A layer takes 12 · batch · heads · tokens² bytes and more.
 
@@ -61,8 +59,15 @@ def inspect_attention(
     wanted = list(every) if layers is None else sorted(set(layers))
     if not set(wanted) <= set(every):
         raise ValueError(f"layers must be numbers from 0 to {every[-1]}; got {wanted}.")
-    given = _model_inputs(inputs, tokenizer)
-    given = {name: tensor.to(device_of(base.get_input_embeddings())) for name, tensor in given.items()}
+    if isinstance(inputs, str):
+        if tokenizer is None:
+            raise ValueError("a text needs the model's tokenizer: inspect_attention(model, text, tokenizer).")
+        inputs = tokenizer(inputs, add_special_tokens=False, return_tensors="pt")
+    inputs = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+    if "attention_mask" in inputs and not bool(inputs["attention_mask"].all()):
+        raise ValueError("only rows without padding can be inspected: give texts of different lengths one after the other.")
+    device, names = device_of(base.get_input_embeddings()), ("input_ids", "position_ids")
+    given = {name: inputs[name].to(device) for name in names if name in inputs}
     watched = {number: attention for number, attention in enumerate(attentions) if number in wanted}
     caught, kinds, found = _caught_parts(base, watched, given), layer_kinds(base.config), {}
     for number in wanted:
@@ -72,18 +77,6 @@ def inspect_attention(
     ids = given["input_ids"].cpu()
     texts = [token_texts(tokenizer, row) for row in ids.tolist()]
     return Inspection(ids, texts, found, Path(base.config.name_or_path or type(base).__name__).name)
-
-
-def _model_inputs(inputs, tokenizer) -> dict[str, Tensor]:
-    """`input_ids` `[batch, tokens]` and perhaps `position_ids`."""
-    if isinstance(inputs, str):
-        if tokenizer is None:
-            raise ValueError("a text needs the model's tokenizer: inspect_attention(model, text, tokenizer).")
-        inputs = tokenizer(inputs, add_special_tokens=False, return_tensors="pt")
-    given = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
-    if "attention_mask" in given and not bool(given["attention_mask"].all()):
-        raise ValueError("only rows without padding can be inspected: give texts of different lengths one after the other.")
-    return {name: given[name] for name in ("input_ids", "position_ids") if name in given}
 
 
 def _caught_parts(
@@ -145,8 +138,7 @@ def softmax_parts(
 
 def _memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     """What the heads of a layer with a memory did, in a call that begins its rows. A closed gate gives the local attention,
-    an open one what the memory reads (equation 5). Both are linear in the values: where each token's value is its unit
-    vector, they are the weights."""
+    an open one what the memory reads (equation 5). Both are linear in the values: of unit vectors they are the weights."""
     widened: Any = (None if part is None else _widen(part) for part in call.tokens)
     call, gate = call._replace(tokens=Projections(*widened)), _widen(call.gate)
     local, weights, _ = _attended(call, torch.full_like(gate, -torch.inf))
@@ -179,8 +171,7 @@ def _memory_parts(call: AttentionCall) -> dict[str, Tensor]:
 
 def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Equation 5 with these logits: heads `[B, H, T, D]`, what each token's value weighs in them, `[B, H, T, T]`, and the
-    memory that each segment reads, and the one after the last, `[B, K, S + 1, D, D + T]`: behind what it has of the values,
-    what it has of each token."""
+    memory that each segment reads, and the one after the last, `[B, K, S + 1, D, D + T]`: of the values, then of tokens."""
     value, (batch, kv_heads, count, _) = call.tokens.value, call.tokens.key.shape
     units = torch.eye(count, dtype=value.dtype, device=value.device).expand(batch, kv_heads, -1, -1)
     tokens, held = call.tokens._replace(value=torch.cat([value, units], -1)), []

@@ -30,7 +30,7 @@ from cards import run as cards_run
 from cli import UserError
 from hf_infini import load_adapter
 from hf_infini.models import adapter as memory_adapter
-from hf_infini.models.adapter import read_record
+from hf_infini.models.adapter import RECORD
 from hub_files import code_of, config_of
 from hub_repository import WRITE
 from hub_server import HubServer
@@ -185,7 +185,7 @@ def test_the_models_of_the_repository_are_as_published(folder, tmp_path):
 def test_the_adapters_of_the_repository_fit_models_of_their_sizes(folder, monkeypatch):
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 12e6
     assert ModelCard.load(folder / "README.md").data.base_model.startswith("HuggingFaceTB/SmolLM2-135M")
-    described = read_record(folder)["model"]
+    described = json.loads((folder / RECORD).read_text("utf-8"))["model"]
     assert described["model_type"] == "llama"
     sizes = {"hidden_size": described["width"], "num_hidden_layers": described["layers"]}
     sizes |= {"num_attention_heads": described["heads"]}
