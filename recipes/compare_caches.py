@@ -56,7 +56,7 @@ class Options:
     caches: list[int] = option([512], "Tokens in the cache of each key/value head, several one after the other.",
                                at_least=16)  # fmt: skip
     window: int = option(256, "Tokens of the window beside kept tokens; at most half of the cache is window.", at_least=1)
-    segments: int = option(2, "Segments of that window. More, and shorter ones: a query sees more of it, and reads slower.",
+    segments: int = option(2, "Segments of that window. With more of them a query sees more of it, and reading is slower.",
                            at_least=1)  # fmt: skip
     data: str | None = option(None, "Folder made by recipes/prepare.py, whose held-out documents are read. Or --text.",
                               group="data")  # fmt: skip

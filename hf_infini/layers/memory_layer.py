@@ -159,8 +159,9 @@ class MemoryLayerMixin(nn.Module):
 
     def log_weight(self, hidden_states: Tensor) -> Tensor | None:
         """The log weight of each token, or its log rates, `[batch, heads, tokens, rates]`; `None`: all weigh 1."""
-        if own := {name: getattr(self, name) for name in self.rule.parameters(1, 1)}:
-            return self.rule.log_rates(hidden_states, **own)
+        rule = RULES[self.options.update_rule]
+        if own := {name: getattr(self, name) for name in rule.parameters(1, 1)}:
+            return rule.log_rates(hidden_states, **own)
         if self.options.memory_write == "equal":
             return None
         return F.linear(hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)

@@ -34,7 +34,8 @@ class InfiniLM(HFLM):
             positions that have none, `n_positions` for learned ones, what lm-eval finds beside layers of full attention.
         chunk_tokens: tokens per call of the model, of each row of a batch. Memory grows with it.
         adapter: a folder or Hub name of an adapter ([`load_adapter`]) for the model of `pretrained`, a folder or Hub name.
-        options: as `hf` takes them (`dtype`, `device`, `tokenizer`, `revision`, …). `batch_size` is a number.
+        options: as `hf` takes them (`dtype`, `device`, `tokenizer`, `revision`, …). `batch_size` is a number: ValueError for
+            another one, and for an adapter of another model.
     """
 
     def __init__(self, pretrained, *, max_length: int | None = None, chunk_tokens: int = 1024, **options):

@@ -63,7 +63,7 @@ def bounded(
     try:
         patch_model(model, **memory_options(way, cache, window, segments))
     except ValueError as error:
-        raise UserError(f"{way}, --caches {cache}: {error}") from error
+        raise UserError(f"{way}, --caches {cache} --window {window} --segments {segments}: {error}") from error
     generator = torch.Generator().manual_seed(0)
 
     def drawn(inputs: torch.Tensor, heads: int) -> torch.Tensor:

@@ -133,7 +133,6 @@ def test_decoding_is_one_graph_for_all_tokens(name, batch):
     assert counters["stats"]["unique_graphs"] <= 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
 def test_a_graph_multiplies_few_rows_by_a_sum(rows, dtype):
@@ -147,6 +146,7 @@ def test_a_graph_multiplies_few_rows_by_a_sum(rows, dtype):
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=16 * rounding * float(exact.abs().max()))
 
 
+@pytest.mark.slow
 def test_padded_masks_compile_for_avx2():
     """Of booleans that it pads, torch.compile wrote C++ that is none; other machines are made to write for AVX2."""
     attention_mask, memory_mask = torch.ones(3, 30, dtype=torch.long), torch.arange(90).view(3, 30) % 7 != 0

@@ -31,7 +31,7 @@ INFINI_POSITIONS = ("learned", "sinusoidal", "rope", "none")
 class CausalMHAConfig(ScratchOptions, InfiniConfigMixin, PreTrainedConfig):
     """Configuration of [`CausalMHAForCausalLM`]: what its heads see, score and know of positions ([`ScratchOptions`]); with
     `attention="infini"`, its memory ([`MemoryOptions`], but for `layers`); and its sizes, with GPT-2's names and defaults:
-    `vocab_size`, `n_embd`, `n_layer`, `n_head`, `layer_norm_epsilon` (`hidden_size` and so on work too), and
+    `vocab_size`, `n_embd`, `n_layer`, `n_head`, which divides `n_embd`, `layer_norm_epsilon` (`hidden_size` works too), and
 
     Args:
         n_positions (`int`, *optional*, defaults to 1024):

@@ -20,7 +20,7 @@ from . import backward, forward
 from .parts import INTERPRETED, Constants, Known, Rows, Seeing, Window
 from .rotary import signed_sines
 
-# By kernel: tokens at a time, warps and stages of the pipeline, the fastest of eight on an H100; and what a program has
+# By kernel: tokens at a time, warps and stages of the pipeline, the fastest of eight on an H100; and a program's share
 KERNELS: dict[str, tuple[Any, dict[str, int], str]] = {
     "turn": (forward.turn_kernel, {"BM": 32, "num_warps": 4, "num_stages": 2}, "BM"),
     "write": (forward.write_kernel, {"BN": 64, "num_warps": 4, "num_stages": 3}, "segment"),

@@ -83,7 +83,7 @@ def test_a_run_goes_on_after_the_last_finished_contestant(folder, tmp_path, monk
 
 
 @pytest.mark.parametrize("window", ((), (512, 8)))
-@pytest.mark.parametrize("cache", (64, 256, 512, 1023, 1024, 2048))
+@pytest.mark.parametrize("cache", (32, 64, 256, 512, 1023, 1024, 2048))
 @pytest.mark.parametrize("way", caches.BOUNDED)
 def test_each_way_holds_as_many_tokens(way, cache, window):
     options = caches.memory_options(way, cache, *window)
