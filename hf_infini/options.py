@@ -75,6 +75,9 @@ class MemoryOptions(ConfigBase):
         kept_tokens (`int`, *optional*, defaults to 0):
             How many of the tokens that have left the window each key/value head keeps word for word: those with the highest
             `keep_score` stay visible to the softmax, between sinks and window, and all others are written into the memory.
+        kept_shares (`list[float]`, *optional*):
+            For each layer of the model, how many times `kept_tokens` it keeps, rounded down; `None`: 1. Few layers look far
+            back at single tokens: [`fit_keep_score`] finds them.
         keep_score (`str`, *optional*, defaults to `"attention"`):
             Which tokens are kept: `"attention"`, those that received most of it while they were in the window, which fades
             (a token that is `2 * kept_tokens` older must have received e times as much); `"learned"`, those with the largest
@@ -102,6 +105,7 @@ class MemoryOptions(ConfigBase):
     local_segments: int = number(0, at_least=0, at_most=2**16)
     sink_tokens: int = number(0, at_least=0)
     kept_tokens: int = number(0, at_least=0, at_most=2**20)
+    kept_shares: list[float | int] | None = None
     keep_score: Literal["attention", "learned", "half"] = "attention"
     gate_init: float | int = number(0.0, at_least=-1000, at_most=80)  # e^β is a number in float32
     layers: list[int] | None = None
@@ -116,9 +120,16 @@ class MemoryOptions(ConfigBase):
 
     @property
     def window(self) -> tuple[int, int, int, int]:
-        """What the softmax sees: tokens of a segment, earlier segments, first tokens of a document, kept tokens."""
+        """The widest of [`MemoryOptions.window_of`] the layers with a memory."""
+        layers = [None] if self.kept_shares is None else self.infini_layers
+        return *self.window_of(None)[:3], max([self.window_of(layer)[3] for layer in layers])
+
+    def window_of(self, layer: int | None) -> tuple[int, int, int, int]:
+        """What the softmax of a layer sees: tokens of a segment, earlier segments, first tokens of a document, kept tokens.
+        `None`: of one outside of a model."""
         length: Any = self.segment_length  # there is one where there is a memory
-        return length, self.local_segments, self.sink_tokens, self.kept_tokens
+        share = 1 if self.kept_shares is None or layer is None else self.kept_shares[layer]
+        return length, self.local_segments, self.sink_tokens, int(self.kept_tokens * share)
 
     @property
     def places(self) -> int:
@@ -146,6 +157,9 @@ class MemoryOptions(ConfigBase):
                 self.sink_tokens >= self.segment_length,
             f"keep_score={self.keep_score!r} says which tokens are kept: give kept_tokens, such as 256, with it; got "
             f"{self.kept_tokens}": self.kept_tokens < {"attention": 0, "learned": 1, "half": 2}[self.keep_score],
+            f"kept_shares must be {count} numbers from 0 on, one for each layer, and go with kept_tokens, such as 256; got "
+            f"{self.kept_shares} and {self.kept_tokens}": self.kept_shares is not None
+                and not (self.kept_tokens and len(self.kept_shares) == count and all(0 <= x < 99 for x in self.kept_shares)),
             "a memory holds what came before, and with is_causal=False or use_bidirectional_attention tokens see what comes "
             "after them: leave it out":
                 not getattr(self, "is_causal", True) or getattr(self, "use_bidirectional_attention", None),
@@ -180,6 +194,11 @@ def key_heads(config) -> tuple[int, int]:
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return getattr(config, "num_key_value_heads", None) or heads, width
+
+
+def first_layers(config) -> dict[tuple[int, int, int, int], int]:
+    """By window, the first layer that has it: what this one knows of the text holds for all of them."""
+    return {config.window_of(layer): layer for layer in reversed(config.infini_layers)}
 
 
 def layer_kinds(config) -> list[str]:

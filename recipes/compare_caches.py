@@ -6,13 +6,15 @@ r"""What a bounded cache costs a pretrained model: all tokens, a window with sin
     python recipes/compare_caches.py --model runs/infini --attribute --data data/quickstart --out runs/infini/parts
 
 The contestants (--ways) have the same weights, the same sinks and, but for plain, the same number of tokens in the cache of
-each key/value head (--caches): sinks, kept tokens and window together.
+each key/value head (--caches), on average: sinks, kept tokens and window together.
 
 plain       the model as it is: its cache grows with the text;
 window      sinks, and a window of all other tokens;
 random      sinks, a window (--window, --segments), and tokens kept by chance;
 attention, learned, half
             the same, kept by that `keep_score`; the last two take the scores of --adapter, made by hf-infini fit.
+
+With --adapter the layers have the shares of the kept tokens that it says, whichever way they are kept.
 
 StreamingLLM, SnapKV, KeyDiff, ExpectedAttention
             presses of kvpress (passkey only): they read the whole prompt with a growing cache, then leave so many tokens;

@@ -83,9 +83,9 @@ def main(argv: list[str] | None = None) -> None:
         load_adapter(model, options.adapter)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {options.model}, --adapter {options.adapter}: {error}") from error
-    places = model.config.places
-    if length <= places:
-        raise UserError(f"--data has rows of {length:,} tokens, all of which a cache of {places:,} holds: "
+    places = inference.tokens_held(model.config)
+    if length <= model.config.places:
+        raise UserError(f"--data has rows of {length:,} tokens, all of which a cache of {model.config.places:,} holds: "
                         "prepare it with a longer --context")  # fmt: skip
     trained = train(options, identity, model, tokenizer, rows)
 

@@ -79,9 +79,8 @@ def main(argv: list[str] | None = None) -> None:
     if page.exists() and TITLE not in page.read_text(encoding="utf-8", errors="replace"):
         raise UserError(f"--out: {page} exists and is not from this recipe: move it away, or choose another --out")
     model, tokenizer = inference.load_model(options.model, options.device, options.adapter)
-    length, local, sinks, kept = model.config.window if getattr(model.config, "has_memory", False) else (0, 0, 0, 0)
-    # Tokens that a model with a memory sees without it
-    window = (local + 1 + (sinks + kept) // length) * length if length else 0
+    length = model.config.segment_length if getattr(model.config, "has_memory", False) else 0
+    window = inference.first_beyond(model.config) if length else 0
     wanted = options.max_tokens or max(TOKENS, min(window + length, MOST_TOKENS))
     if text is None:
         wanted = min(wanted, context_limit(model.config) or wanted)

@@ -82,7 +82,7 @@ class InfiniCache(Cache):
         if len(bounded) < len(own):
             own = DynamicCache(config=config).layers  # layers that slide keep their window only
         super().__init__(layers=[InfiniLayer() if i in bounded else layer for i, layer in enumerate(own)])
-        self._config, self.window = config, config.window
+        self._config, self.windows = config, {layer: config.window_of(layer) for layer in config.infini_layers}
         self.text: dict[str, Tensor] = {}
 
     __copy__ = copy.deepcopy
@@ -120,6 +120,10 @@ class InfiniCache(Cache):
     def state(self) -> InfiniState | None:
         """The state of the first layer with memory: its tokens_seen and positions hold for all."""
         return next(layer.state for layer in self.layers if isinstance(layer, InfiniLayer))
+
+    def state_before(self, layer: int) -> InfiniState | None:
+        """The state that a call's layout for a layer continues."""
+        return self.layers[layer].state
 
     def for_call(self) -> Cache:
         """What the layers with memory are given in one call: they take their states from it, and leave the next ones in it.
@@ -271,9 +275,10 @@ def cache_bytes(config: PreTrainedConfig) -> int:
     dtype: Any = config.dtype or torch.get_default_dtype()
     key = torch.empty(1, heads, 0, width, dtype=dtype, device="meta")
     learned = bool(rule.parameters(1, 1)) or config.memory_write == "learned"
-    state = InfiniState.initial(key, key, *config.window, rule=rule, weighted=learned)
+    windows = map(config.window_of, config.infini_layers)
+    states = (InfiniState.initial(key, key, *window, rule=rule, weighted=learned) for window in windows)
     recent = max(config.memory_conv - 1, 0) * config.hidden_size * dtype.itemsize
-    return len(config.infini_layers) * (state.nbytes() + recent)
+    return sum(state.nbytes() + recent for state in states)
 
 
 def _tensors_of(layer) -> dict[str, Tensor]:

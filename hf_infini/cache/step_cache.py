@@ -1,6 +1,7 @@
 """What compiled steps of `generate` read and write: tensors that stay where they are. CUDA graphs know addresses only."""
 
 import weakref
+from collections import defaultdict
 from typing import Any, cast
 
 import torch
@@ -10,8 +11,8 @@ from transformers.cache_utils import Cache
 
 from ..ops.layout.base import WINDOW_SIZES
 from ..ops.rules import RULES
-from ..ops.state import InfiniState
 from ..ops.step import segment_border, with_segments_complete
+from ..options import first_layers
 from .cache import TEXT_END, InfiniCache
 
 SHARED = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")  # the same tensors in all layers
@@ -32,7 +33,7 @@ class StepCache(InfiniCache):
 
     def is_for(self, config: PreTrainedConfig) -> bool:
         """Whether a model has the configuration that this was made for; it may have been patched anew."""
-        return self._config is config and self.window == config.window
+        return self._config is config and self.windows == config.windows
 
     def begin_step(self, cache: InfiniCache) -> bool:
         """Moves the states of a cache in, if they are not here. False while a row lacks sinks, which a compiled step does
@@ -46,7 +47,8 @@ class StepCache(InfiniCache):
 
     def _move_in(self, cache: InfiniCache, pairs: list[tuple[Any, Any]]) -> bool:
         """Takes the states of a cache, by `pairs` of own layers and the cache's; the one that was here gets copies."""
-        if cache.state is None or int(cache.state.tokens_seen.min()) < self.window[2]:
+        length, _, sinks, _ = self._config.window
+        if cache.state is None or int(cache.state.tokens_seen.min()) < sinks:
             return False
         if self._holder() is not cache:
             self.release(self._holder())
@@ -55,17 +57,17 @@ class StepCache(InfiniCache):
                 nothing = torch.zeros_like(layer.state.local_key[:, 0, :, 0], dtype=torch.bool)
                 layer.state = layer.state.having(local_skipped=nothing)
         if _signatures(self.tensors()) != _signatures(cache.tensors()):
-            self.text, shared = {name: _static_like(tensor) for name, tensor in cache.text.items()}, {}
+            self.text, shared = {name: _static_like(tensor) for name, tensor in cache.text.items()}, defaultdict(dict)
             for own, _ in pairs:
                 own.state = None  # freed before there are new ones
-            for own, layer in pairs:
-                own.state = layer.state.map(_static_like).having(**shared)
-                shared = shared or {name: getattr(own.state, name) for name in SHARED}
+            for (own, layer), window in zip(pairs, self.windows.values(), strict=True):
+                own.state = layer.state.map(_static_like).having(**shared[window])
+                shared[window] = {name: getattr(own.state, name) for name in SHARED}
         write_into(self.tensors(), cache.tensors())
         for own, layer in pairs:
             layer.state = own.state
         cache.text, self._holder, self._steps = dict(self.text), weakref.ref(cache), 0
-        to_border = -pairs[0][0].state.tokens_seen % self.window[0]
+        to_border = -pairs[0][0].state.tokens_seen % length
         self._borders = {steps: (to_border == steps).nonzero().squeeze(1) for steps in to_border.unique().tolist()}
         return True
 
@@ -74,14 +76,17 @@ class StepCache(InfiniCache):
         self._steps += 1
         for layer in cache.layers:
             layer.columns += 1
-        rows = self._borders.get(self._steps % self.window[0])
+        length = self._config.segment_length
+        rows = self._borders.get(self._steps % length)
         if rows is not None:
-            sizes, state = dict(zip(WINDOW_SIZES, self.window, strict=True)), cast(InfiniState, self.state)
-            border = segment_border(state, sizes, state.tokens_seen % self.window[0] == 0, rows)
-            rule = RULES[self._config.update_rule].of(self._config)
-            for own in self.layers:
-                new = with_segments_complete(rule, own.state, border).after(border)
-                write_into(own.state.tensors(), new.tensors())
+            rule, borders = RULES[self._config.update_rule].of(self._config), {}
+            for window, layer in first_layers(self._config).items():
+                sizes, state = dict(zip(WINDOW_SIZES, window, strict=True)), self.layers[layer].state
+                borders[window] = segment_border(state, sizes, state.tokens_seen % length == 0, rows)
+            for layer, window in self.windows.items():
+                state = self.layers[layer].state
+                new = with_segments_complete(rule, state, borders[window]).after(borders[window])
+                write_into(state.tensors(), new.tensors())
         cache.in_step = False
 
     def release(self, cache: InfiniCache | None) -> None:

@@ -42,7 +42,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, ScoreOptions], tuple[Tensor, Tensor |
 class SharedInputs(NamedTuple):
     """What the layers of one call of a model share."""
 
-    layout: Any  # [`segment_layout`]; `None`: all are in one window, from its second place on, and there is no memory
+    # By window, [`segment_layout`]; `None`: all are in one window, from its second place on, and there is no memory
+    layouts: Any
     cache: Cache | None  # [`InfiniCache.for_call`]
     rotary: dict[str | None, tuple[Tensor, ...]]  # tables of a window's places, by the type of layer (`None`: one for all)
     return_weights: bool = False  # whether the layers return their local weights
@@ -85,6 +86,11 @@ class MemoryLayerMixin(nn.Module):
     keep_weight: Tensor  # times the input: a token's score, `[kv_heads, width]`; set it, for a choice has no gradient
 
     @property
+    def window(self) -> tuple[int, int, int, int]:
+        """What its softmax sees."""
+        return self.options.window_of(self.layer_idx)
+
+    @property
     def rule(self) -> MemoryRule:
         return RULES[self.options.update_rule].of(self.options)
 
@@ -117,7 +123,7 @@ class MemoryLayerMixin(nn.Module):
     def begin(self, hidden_states: Tensor, infini: SharedInputs) -> tuple[Tensor, Attend]:
         """The input of the projections, `[batch, tokens, width]`: `hidden_states`, perhaps with the short convolution. And
         the function that attends with what they give, and leaves the layer's next state."""
-        layout, exchange, rule = infini.layout, infini.exchange, self.rule
+        layout, exchange, rule = infini.layouts[self.window], infini.exchange, self.rule
         cached: Any = None if infini.cache is None else infini.cache.layers[self.layer_idx]
         state = None if cached is None else cached.state
         recent, taps = None if state is None else state.recent_inputs, self.options.memory_conv
@@ -151,7 +157,7 @@ class MemoryLayerMixin(nn.Module):
 
     def learned_score(self, hidden_states: Tensor) -> Tensor | None:
         """What decides which tokens are kept, `[batch, kv_heads, tokens]`, in float32 or wider; `None`: nothing learned."""
-        if not self.options.kept_tokens or not hasattr(self, "keep_weight"):
+        if not self.window[3] or not hasattr(self, "keep_weight"):
             return None
         with torch.autocast(hidden_states.device.type, enabled=False):
             dtype = torch.promote_types(hidden_states.dtype, torch.float32)
@@ -280,7 +286,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         turning: dict[str, Any] = {"rotary": tables}  # of a GPT-2, whose own attention turns nothing
         if self.turning_function is not None:
             turning = {"rotary": tables if self.turns_states else None, "turn": self.turn}
-        if infini.layout is not None:
+        if infini.layouts is not None:
             hidden_states, attend = self.begin(hidden_states, infini)
 
         def attend_rotated(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions):

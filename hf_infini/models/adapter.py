@@ -106,7 +106,7 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"an adapter of a memory is put on a plain model of transformers; got a {type(model).__name__}.")
-    record = json.loads(_file(path, RECORD, hub).read_text("utf-8"))
+    record = read_record(path, **hub)
     _check_model(path, describe(model), record["model"])
     config, options = _peft_config(path, hub), without_removed(record["options"])
     adapted = patch_model(model, **options if kept_tokens is None else options | {"kept_tokens": kept_tokens})
@@ -117,6 +117,11 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
         adapted = get_peft_model(model, config).eval()
     restore_adapter(adapted, path, **hub)
     return adapted
+
+
+def read_record(path, **hub) -> dict:
+    """What an adapter says of itself: the `options` of its memory, and the `model` that it belongs to ([`describe`])."""
+    return json.loads(_file(path, RECORD, hub).read_text("utf-8"))
 
 
 def merged(model) -> PreTrainedModel:

@@ -21,7 +21,7 @@ from ..layers.memory_layer import TEST_TOKENS, InfiniAttentionMixin, SharedInput
 from ..ops.checks import check_shapes
 from ..ops.layout.base import Layout
 from ..ops.layout.build import segment_layout
-from ..options import layer_kinds
+from ..options import first_layers, layer_kinds
 from .masks import kept_layers_masks
 from .structure import decoder_layers, decoder_of
 
@@ -138,8 +138,9 @@ class InfiniModelMixin(ModelBase):
         tables = self.rotary_tables(self.config.places, device=tokens.device)
         call = given.get(CACHE), use_cache, given.get("output_attentions")
         infini, cache, use_cache = begin_call(self, ids, tokens, tables, *call, **masks)
-        given["position_ids"] = self.own_positions(infini.layout, positions, cache)
-        mask = self._masks(infini.layout, cache)
+        layout = infini.layouts[self.config.window]
+        given["position_ids"] = self.own_positions(layout, positions, cache)
+        mask = self._masks(layout, cache)
         given |= {"attention_mask": mask, CACHE: cache, "use_cache": use_cache, "infini": infini}
         output = super().forward(**given)
         if cache is not None and infini.cache is not None:
@@ -238,13 +239,15 @@ def begin_call(
     exchange = None if cache is None else cache.exchange()
     if exchange is not None:
         exchange.begin(batch, tokens, given.device, masks)
-    state, of_call = (None, None) if cache is None else (cache.state, cache.for_call())
-    completes = cache is None or cache.completes_segments
-    options = {"state": state, "device": given.device, "completes_segments": completes}
-    layout = segment_layout(batch, tokens, *model.config.window, **masks, **options)
+    of_call = None if cache is None else cache.for_call()
+    masks |= {"device": given.device, "completes_segments": cache is None or cache.completes_segments}
+    layouts = {}
+    for window, layer in first_layers(model.config).items():
+        state = None if cache is None else cache.state_before(layer)
+        layouts[window] = segment_layout(batch, tokens, *window, **masks, state=state)
     weights = model.config.output_attentions if output_attentions is None else output_attentions
     weights = bool(weights) or model.config._attn_implementation == "eager"
-    return SharedInputs(layout, of_call, rotary, weights, exchange), cache, use_cache
+    return SharedInputs(layouts, of_call, rotary, weights, exchange), cache, use_cache
 
 
 def mask_of_call(attention_mask: Tensor | None, batch: int, tokens: int, cache: InfiniCache | None) -> Tensor | None:

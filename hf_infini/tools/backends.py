@@ -20,8 +20,8 @@ def backend_of(model: nn.Module, batch: int = 1, tokens: int = 1024) -> dict[str
         like = torch.empty((), device=device_of(layer), dtype=layer.gate.weight.dtype)
         query, key = (like.expand(batch, count, tokens, width) for count in (heads, kv_heads))
         projections = Projections(query, key, key)
-        layout = segment_layout(batch, tokens, *layer.options.window, device=like.device)
-        state = InfiniState.initial(key, key, *layer.options.window, rule=layer.rule)
+        layout = segment_layout(batch, tokens, *layer.window, device=like.device)
+        state = InfiniState.initial(key, key, *layer.window, rule=layer.rule)
         call = AttentionCall(projections, layer.gate(), layout, layer.rule, ScoreOptions(), state)
         found[name] = choose(call)[1]
     if not found:

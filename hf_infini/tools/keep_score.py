@@ -3,10 +3,14 @@
 What is worth keeping is what later tokens will look at. So the plain model, which still sees everything, is asked: the
 target of a token is the largest attention that any query at least `distance` tokens later gives it, over those queries and
 the query heads of its group. `keep_weight`, a vector for each key/value head, is its ridge regression on the layer's input.
+Few layers look far back at single tokens, and the others have little use for kept ones: a layer's share of the places is
+about in proportion to the root mean square of its targets, in the head in which that is largest.
 """
 
 import contextlib
 import functools
+import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,12 +26,17 @@ from ..ops.checks import check_kinds
 from ..ops.state import Attended, AttentionCall
 from ..options import check_number
 
+# What the shares of layers are rounded to, times the largest: every other size would need a layout for each call
+LEVELS = (1.0, 1 / 4, 1 / 16)
+
 
 @torch.no_grad()
 @check_kinds
-def fit_keep_score(model, rows: Sequence, *, distance: int = 256, ridge: float = 1e-3, progress: bool = True) -> None:
-    """Sets the `keep_weight` of all layers of a model that was patched with `kept_tokens` and a learned `keep_score`;
-    nothing else of the model changes. What is held at a time are the weights of a layer for a row: heads · tokens² numbers.
+def fit_keep_score(
+    model, rows: Sequence, *, distance: int = 256, ridge: float = 1e-3, share_out: bool = True, progress: bool = True
+) -> None:
+    """Sets the `kept_shares` of a model that was patched with `kept_tokens`, and, with a learned `keep_score`, the
+    `keep_weight` of all layers; nothing else. A layer's weights for a row, heads · tokens² numbers, are held at a time.
 
     Args:
         model: a patched model, on any device; of quantized weights too.
@@ -35,22 +44,25 @@ def fit_keep_score(model, rows: Sequence, *, distance: int = 256, ridge: float =
             what was said far before teach most; plain text without questions teaches less.
         distance: in tokens, from a token to the nearest query that counts; about as many as a window has.
         ridge: penalty of the regression, as a share of the mean square of the inputs.
+        share_out: whether layers that look far back at single tokens get more of the places, and the others fewer; together
+            they stay as many.
         progress: whether a bar is shown.
 
     Raises:
-        ValueError: the model keeps no tokens by a learned score; a row is not longer than `distance` and its sinks, or has
+        ValueError: the model keeps no tokens; a row is not longer than `distance` and its sinks, or has
             no whole numbers; `distance` is below 1, or `ridge` negative.
     """
     check_number("distance", distance, {"at_least": 1})
     check_number("ridge", ridge, {"at_least": 0})
-    layers = {name: layer for name, layer in memory_layers(model).items() if hasattr(layer, "keep_weight")}
-    if not layers:
+    layers, config = memory_layers(model), decoder_of(model).config
+    fitted = share_out or any(hasattr(layer, "keep_weight") for layer in layers.values())
+    if not (layers and config.kept_tokens and fitted):
         raise ValueError(
-            'this model keeps no tokens by a learned score: patch it with kept_tokens, such as 256, and keep_score="half" '
-            'or "learned".'
+            "there is nothing to fit: patch the model with kept_tokens, such as 256, and for share_out=False with "
+            'keep_score="half" or "learned".'
         )
     rows = [torch.as_tensor(row).flatten() for row in rows]
-    shortest = distance + decoder_of(model).config.sink_tokens + 1
+    shortest = distance + config.sink_tokens + 1
     if not rows or (short := min(map(len, rows))) <= shortest:
         given = f"one of {short:,}" if rows else "none"
         raise ValueError(
@@ -60,13 +72,19 @@ def fit_keep_score(model, rows: Sequence, *, distance: int = 256, ridge: float =
     if any(row.is_floating_point() for row in rows):
         raise ValueError("rows must be token ids, which are whole numbers; got numbers of floating point.")
     # Of each layer the sums of products of all tokens' [input, 1, targets]
-    sums = {name: torch.zeros([sum(layer.keep_weight.shape) + 1] * 2).double() for name, layer in layers.items()}
-    device = layers[next(iter(layers))].keep_weight.device
+    sizes = {name: config.hidden_size + 1 + layer.head_counts[1] for name, layer in layers.items()}
+    sums = {name: torch.zeros(size, size).double() for name, size in sizes.items()}
+    device = layers[next(iter(layers))].gate.weight.device
     with _observed(model, layers, sums, max(map(len, rows)), distance):
         for row in tqdm(rows, desc="fitting the score", unit="row", disable=not progress):
             model(input_ids=row[None].to(device), use_cache=False, logits_to_keep=1)
     for name, layer in layers.items():
-        layer.keep_weight.copy_(ridge_regression(sums[name], len(layer.keep_weight), ridge))
+        if hasattr(layer, "keep_weight"):
+            layer.keep_weight.copy_(ridge_regression(sums[name], len(layer.keep_weight), ridge))
+    if share_out:
+        targets = {each.layer_idx: sums[name].diagonal()[-each.head_counts[1] :] for name, each in layers.items()}
+        peaks = {layer: float(squares.max()) ** 0.5 for layer, squares in targets.items()}
+        config.kept_shares = shares_of_layers(peaks, config.num_hidden_layers)
 
 
 @contextlib.contextmanager
@@ -106,6 +124,15 @@ def _observed(
         vars(config).update(before)
         for layer in layers.values():
             vars(layer).pop("learned_score", None)
+
+
+def shares_of_layers(peaks: dict[int, float], count: int) -> list[float]:
+    """How much each of `count` layers keeps, beside the mean of those with a memory, of which `peaks` has the root mean
+    squares of the targets."""
+    largest = max(peaks.values())
+    levels = {each: min(LEVELS, key=lambda level: abs(math.log(level * largest / peak))) for each, peak in peaks.items()}
+    mean = statistics.fmean(levels.values())
+    return [round(levels.get(layer, 0) / mean, 4) for layer in range(count)]
 
 
 def ridge_regression(sums: Tensor, heads: int, ridge: float) -> Tensor:

@@ -26,7 +26,7 @@ from ..models.base import memory_mask_of
 from ..ops.checks import bool_mask, check_kinds
 from ..ops.layout.build import segment_layout
 from ..ops.state import OF_LAYER, InfiniState, Projections
-from ..options import check_number
+from ..options import check_number, first_layers
 
 # What loading or saving writes into a configuration, perhaps on one rank only
 SAVED = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
@@ -119,8 +119,9 @@ class ShardCache(InfiniCache):
         super().__init__(config)
         self.first, self.end = (self.columns * rank // self.size for rank in (self.rank, self.rank + 1))
         self.past = InfiniCache(config) if past is None else copy.copy(past)
-        self.before = None if self.rank else self.past.state  # what the layout of the call continues
-        self.layout_before: Any = None  # of all columns before this shard, from the call on
+        # By window, from the call on: the layout of all columns before this shard, and the state that the call's continues
+        self.layouts_before: dict[Any, Any] = {}
+        self.before: dict[Any, InfiniState] = {}
         self.shape = (rows, self.end - self.first)
         for layer, known in zip(self.layers, self.past.layers, strict=True):
             layer.state, layer.columns = known.state, known.columns + self.first
@@ -151,7 +152,10 @@ class ShardCache(InfiniCache):
 
     @property
     def state(self) -> InfiniState | None:
-        return self.before
+        return self.state_before(next(iter(self.windows)))
+
+    def state_before(self, layer: int) -> InfiniState | None:
+        return self.before.get(self.windows[layer]) if self.rank else self.past.layers[layer].state
 
     def exchange(self) -> "ShardCache":
         return self
@@ -171,13 +175,15 @@ class ShardCache(InfiniCache):
         if (batch, tokens) != self.shape:
             raise ValueError(f"a shard must be [rows, tokens] = {list(self.shape)}, as shard_rows has made it.")
         if self.rank:
-            past, columns, nothing = self.past.state, self.first, torch.zeros(batch, 1, 0, 1, device=device)
+            columns, nothing = self.first, torch.zeros(batch, 1, 0, 1, device=device)
             cut: dict[str, Any] = {name: None if mask is None else mask[:, :columns] for name, mask in self.masks.items()}
-            layout: Any = segment_layout(batch, columns, *self.window, **cut, state=past, device=device)
-            before = InfiniState.initial(nothing, nothing, *self.window) if past is None else past
-            self.layout_before = layout
-            # To the next layout, all that has left the window is in the memory
-            self.before = before.after(layout).having(memory_tokens=layout.left[:, -1], kept_position=None)
+            for window, layer in first_layers(self._config).items():
+                past = self.past.layers[layer].state
+                layout: Any = segment_layout(batch, columns, *window, **cut, state=past, device=device)
+                before = InfiniState.initial(nothing, nothing, *window) if past is None else past
+                self.layouts_before[window] = layout
+                # To the next layout, all that has left the window is in the memory
+                self.before[window] = before.after(layout).having(memory_tokens=layout.left[:, -1], kept_position=None)
 
     def check_agreement(self, batch: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
         """ValueError on every rank unless all call the same model on shards of the same rows."""
@@ -202,7 +208,7 @@ class ShardCache(InfiniCache):
             return window if new is None else window.to(torch.promote_types(window.dtype, new.dtype))
 
         state = state.map_windows(as_after, tokens._replace(score=None))
-        state = state if self.layout_before is None else state.after(self.layout_before)
+        state = state.after(self.layouts_before[self.windows[layer]]) if self.rank else state
         own = state.tensors(OF_LAYER)
         parts = self.received((layer, "state"), [*own.values()], *tokens)
         return state.having(**dict(zip(own, parts, strict=True)))

@@ -10,7 +10,7 @@ import torch
 from cli import UserError
 from hf_infini import cache_bytes, patch_model, unpatch_model
 from hf_infini.layers.memory_layer import memory_layers
-from hf_infini.models.adapter import restore_adapter
+from hf_infini.models.adapter import read_record, restore_adapter
 from hf_infini.models.structure import decoder_of
 from hf_infini.options import key_heads
 from recall import tasks
@@ -60,9 +60,12 @@ def bounded(
     if way not in BOUNDED:
         yield
         return
+    options = memory_options(way, cache, window, segments)
     try:
-        patch_model(model, **memory_options(way, cache, window, segments))
-    except ValueError as error:
+        if way != "window" and adapter is not None:
+            options["kept_shares"] = read_record(adapter)["options"].get("kept_shares")
+        patch_model(model, **options)
+    except (OSError, ValueError) as error:
         raise UserError(f"{way}, --caches {cache} --window {window} --segments {segments}: {error}") from error
     generator = torch.Generator().manual_seed(0)
 

@@ -1,6 +1,7 @@
 """Loading a trained model for evaluation and generation, and how long its inputs may be."""
 
 import contextlib
+import statistics
 from collections.abc import Iterator
 
 import torch
@@ -11,7 +12,7 @@ from hf_infini.compat.cache_name import CACHE, cache_of
 from hf_infini.layers.memory_layer import gates_of
 from hf_infini.models.adapter import load_adapter, merged
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
-from hf_infini.options import context_limit
+from hf_infini.options import context_limit, places_of
 from support.measurement import keep_freed_memory
 
 
@@ -65,9 +66,14 @@ def check_length(config, tokens: int) -> None:
 
 
 def first_beyond(config) -> int:
-    """The first position of a text that does not see all tokens before it, by window, sinks and kept tokens."""
-    length, local, sinks, kept = config.window
+    """The first position of a text that, in some layer, does not see all tokens before it: by window, sinks, kept tokens."""
+    length, local, sinks, kept = min(map(config.window_of, config.infini_layers))
     return (local + 1 + (sinks + kept) // length) * length
+
+
+def tokens_held(config) -> int:
+    """How many tokens each key/value head holds at most, on average over the layers with a memory."""
+    return round(statistics.fmean(places_of(*config.window_of(layer)) for layer in config.infini_layers))
 
 
 def reads_memory(config, tokens: int) -> bool:

@@ -164,8 +164,9 @@ WINDOW = dict(segment_length=8, local_segments=1, sink_tokens=2)
 
 
 def half_kept():
-    """Half of the kept tokens by the attention received, half by a score that differs from token to token."""
-    model = patch_model(decoder("llama", num_hidden_layers=2), **WINDOW, kept_tokens=5, keep_score="half")
+    """Five and three kept tokens, half of them by the attention received, half by a score that differs between tokens."""
+    options = {"kept_tokens": 5, "keep_score": "half", "kept_shares": [1, 0.6]}
+    model = patch_model(decoder("llama", num_hidden_layers=2), **WINDOW, **options)
     for name, parameter in model.named_parameters():
         if name.endswith("keep_weight"):
             parameter.data.normal_(generator=torch.Generator().manual_seed(0))

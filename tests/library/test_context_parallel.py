@@ -44,6 +44,8 @@ def model_of(draw: random.Random, dtype: torch.dtype):
     elif kind == "gpt2":
         model = infini_gpt2(n_positions=128, **options)
     else:
+        if options["kept_tokens"]:
+            options["kept_shares"] = draw.choice([None, [0.5, 1.7, 0.8], [0, 2, 1]])
         model = causal_mha(n_positions=128, attention="infini", position_encoding="rope", **options)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():

@@ -8,8 +8,9 @@ from torch.nn import functional as F
 
 from decoders import decoder
 from decoders import token_ids as ids_of_decoder
-from hf_infini import fit_keep_score, load_adapter, patch_model, save_adapter
+from hf_infini import cache_bytes, fit_keep_score, load_adapter, patch_model, save_adapter
 from hf_infini.layers.memory_layer import memory_layers
+from hf_infini.tools.keep_score import shares_of_layers
 from models import causal_mha, infini_gpt2, token_ids
 
 WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 6}
@@ -64,6 +65,36 @@ def test_it_fits_models_trained_from_scratch(make):
     assert model.training and not any(layer.keep_weight.requires_grad for layer in memory_layers(model).values())
 
 
+def test_layers_that_look_far_back_at_single_tokens_get_more_places():
+    """Queries and keys of the second layer are made three times as large, so that its softmax is sharp."""
+    model = decoder("llama")
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj"):
+            getattr(model.model.layers[1].self_attn, name).weight.mul_(3.0)
+            getattr(model.model.layers[3].self_attn, name).weight.mul_(0.1)
+    for score in ("attention", "learned"):
+        patched = patch_model(copy.deepcopy(model), **WINDOW | {"kept_tokens": 100}, keep_score=score)
+        before = cache_bytes(patched.config)
+        fit_keep_score(patched, rows_of(), distance=DISTANCE, progress=False)
+        shares = patched.config.kept_shares
+        assert shares[1] == max(shares) > 1 > shares[3] == min(shares) and sum(shares) == pytest.approx(4, abs=1e-3)
+        # The same places, but for what each layer rounds down
+        assert 0 <= before - cache_bytes(patched.config) < before / 50
+        alike = patch_model(copy.deepcopy(model), **WINDOW, keep_score="learned")
+        fit_keep_score(alike, rows_of(), distance=DISTANCE, share_out=False, progress=False)
+        assert alike.config.kept_shares is None
+        for name, layer in memory_layers(patched).items():
+            if score == "learned":
+                wanted = memory_layers(alike)[name].keep_weight  # in float32, summed in another order
+                torch.testing.assert_close(layer.keep_weight, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_shares_are_of_few_sizes():
+    shares = shares_of_layers({0: 0.1, 2: 1.0, 3: 0.51, 4: 0.49, 5: 1e-6}, 6)
+    levels = (1 / 16, 0, 1, 1, 1 / 4, 1 / 16)
+    assert shares == pytest.approx([5 * level / sum(levels) for level in levels], abs=1e-4)
+
+
 def test_it_is_saved_and_put_on_as_an_adapter(tmp_path):
     model = decoder("llama")
     plain, other = copy.deepcopy(model), copy.deepcopy(model)
@@ -81,8 +112,8 @@ def test_it_is_saved_and_put_on_as_an_adapter(tmp_path):
 @pytest.mark.parametrize(
     ("options", "rows", "how", "message"),
     [
-        ({"keep_score": "attention"}, rows_of(), {}, "keeps no tokens by a learned score"),
-        ({"kept_tokens": 0}, rows_of(), {}, "keeps no tokens by a learned score"),
+        ({"keep_score": "attention"}, rows_of(), {"share_out": False}, "nothing to fit"),
+        ({"kept_tokens": 0}, rows_of(), {}, "nothing to fit: patch the model with kept_tokens"),
         ({"keep_score": "half"}, [], {}, "got none"),
         ({"keep_score": "half"}, [list(range(3, 18))], {}, "rows must have more than 15 tokens"),
         ({"keep_score": "half"}, [torch.rand(40)], {}, "rows must be token ids"),

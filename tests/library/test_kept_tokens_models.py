@@ -19,6 +19,7 @@ WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
 # Logits of size 5 from four layers in float32, summed in another order
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-4}
 SCORES = ("attention", "learned", "half")
+SHARES = {"alike": None, "some": [0.5, 1.7, 0.8], "not in the first": [0, 2, 1]}
 QUICK = ("gpt2", "llama", "gemma2", "smollm3")
 each_type = pytest.mark.parametrize(
     "model_type", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
@@ -36,6 +37,7 @@ def with_scores(model):
 
 
 def scratch(keep_score="half", **options):
+    """With three layers, and six kept tokens in the mean of them."""
     window = {"attention": "infini", "position_encoding": "rope", **WINDOW, "kept_tokens": 6}
     return with_scores(causal_mha(**window | {"keep_score": keep_score} | options))
 
@@ -68,8 +70,9 @@ def test_is_the_plain_model_up_to_sinks_kept_tokens_and_window(model_type):
 
 @pytest.mark.parametrize("keep_score", SCORES)
 @pytest.mark.parametrize("rule", ["linear", "gated_delta"])
-def test_chunks_and_steps_are_one_pass(keep_score, rule):
-    model, ids = scratch(keep_score, update_rule=rule), token_ids(2, 75)
+@pytest.mark.parametrize("shares", SHARES)
+def test_chunks_and_steps_are_one_pass(keep_score, rule, shares):
+    model, ids = scratch(keep_score, update_rule=rule, kept_shares=SHARES[shares]), token_ids(2, 75)
     with torch.no_grad():
         whole, cache = read(model, ids, ())
         for cuts in ((1, 7, 8, 9, 40, 41), range(1, 75)):
@@ -79,9 +82,9 @@ def test_chunks_and_steps_are_one_pass(keep_score, rule):
                 torch.testing.assert_close(tensor, cache.tensors()[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize("keep_score", SCORES)
-def test_padded_and_packed_rows_are_rows_of_their_own(keep_score):
-    model = scratch(keep_score)
+@pytest.mark.parametrize(("keep_score", "shares"), [*((score, "alike") for score in SCORES), ("half", "not in the first")])
+def test_padded_and_packed_rows_are_rows_of_their_own(keep_score, shares):
+    model = scratch(keep_score, kept_shares=SHARES[shares])
     first, second = token_ids(1, 60), token_ids(1, 45, seed=1)
     padded = torch.cat([first, torch.cat([torch.zeros(1, 15, dtype=torch.long), second], 1)])
     mask = torch.ones_like(padded)
@@ -102,7 +105,7 @@ def test_padded_and_packed_rows_are_rows_of_their_own(keep_score):
         lambda: patch_model(decoder("gemma3_text"), **WINDOW, kept_tokens=6, update_rule="gated_delta", memory_conv=3),
         lambda: patch_model(decoder("llama"), **WINDOW, kept_tokens=6, keep_score="half").to(torch.bfloat16),
         lambda: infini_gpt2(),
-        lambda: scratch(),
+        lambda: scratch(kept_shares=SHARES["some"]),
     ],
 )
 def test_cache_bytes_are_those_of_a_cache(model):
@@ -118,8 +121,9 @@ def test_cache_bytes_are_those_of_a_cache(model):
         cache_bytes(decoder("llama").config)
 
 
-def test_beams_memory_files_and_copies_go_on_alike(tmp_path):
-    model, ids = scratch(), token_ids(2, 70)
+@pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
+def test_beams_memory_files_and_copies_go_on_alike(tmp_path, shares):
+    model, ids = scratch(kept_shares=shares), token_ids(2, 70)
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits[:, 60:]
         _, cache = read(model, ids[:, :60], ())
@@ -132,16 +136,40 @@ def test_beams_memory_files_and_copies_go_on_alike(tmp_path):
     torch.testing.assert_close(found, wanted[[1, 1]], rtol=1e-9, atol=1e-9)
 
 
-def test_generation_with_beams_is_that_of_the_whole_text_read_again():
-    model, ids = scratch("attention"), token_ids(1, 40)
+@pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
+def test_generation_with_beams_is_that_of_the_whole_text_read_again(shares):
+    model, ids = scratch("attention", kept_shares=shares), token_ids(1, 40)
     options = {"max_new_tokens": 30, "min_new_tokens": 30, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
         cached, again = (model.generate(ids, use_cache=use_cache, **options) for use_cache in (True, False))
     assert torch.equal(cached, again)
 
 
-def test_checkpoints_and_adapters_have_the_learned_score(tmp_path):
-    model = with_scores(patch_model(decoder("llama"), **WINDOW, kept_tokens=6, keep_score="half"))
+def test_a_layer_keeps_its_share_and_sees_nothing_of_the_others(tmp_path):
+    """Each layer, fed what it was fed, does what it does in a model all of whose layers keep as many."""
+    shared, ids, fed = scratch(kept_shares=SHARES["not in the first"]), token_ids(2, 60), {}
+    for number, block in enumerate(shared.transformer.h):
+        block.register_forward_pre_hook(lambda _, args, number=number: fed.update({number: args[0]}))
+        block.register_forward_hook(lambda _, args, output, number=number: fed.update({f"after {number}": output}))
+    with torch.no_grad():
+        cache = cache_of(shared(ids, use_cache=True))
+        for number, count in enumerate((0, 12, 6)):
+            alike = scratch(kept_tokens=max(count, 2)) if count else scratch("attention", kept_tokens=0)
+            alike.transformer.h[number].register_forward_pre_hook(lambda _, args, number=number: (fed[number], *args[1:]))
+            after = []
+            alike.transformer.h[number].register_forward_hook(lambda _, args, output, after=after: after.append(output))
+            of_alike = cache_of(alike(ids, use_cache=True)).layers[number].state.tensors()
+            torch.testing.assert_close(after[0], fed[f"after {number}"], rtol=1e-9, atol=1e-9)
+            found = cache.layers[number].state.tensors()
+            assert found.keys() == of_alike.keys() and found["local_key"].shape[2] == 2 + count + 16
+            for name, tensor in found.items():
+                torch.testing.assert_close(tensor, of_alike[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("shares", [None, [0.5, 1.5, 2, 0]])
+def test_checkpoints_and_adapters_have_the_learned_score(tmp_path, shares):
+    options = {"kept_tokens": 6, "keep_score": "half", "kept_shares": shares}
+    model = with_scores(patch_model(decoder("llama"), **WINDOW, **options))
     ids = ids_of_decoder(1, 60)
     wanted = model(ids).logits
     model.save_pretrained(tmp_path / "model")
@@ -200,7 +228,7 @@ def test_bfloat16_reads_about_the_same(keep_score):
 @pytest.mark.slow
 def test_steps_compile_once():
     torch._dynamo.reset()
-    model, ids, graphs = scratch(n_layer=1), token_ids(2, 60), []
+    model, ids, graphs = scratch(n_layer=2, kept_shares=[0, 1]), token_ids(2, 60), []
     compiled = torch.compile(model, fullgraph=True)
     with torch.no_grad():
         wanted, _ = read(model, ids, ())
@@ -231,6 +259,9 @@ def test_padded_rows_compile():
     ("options", "message"),
     [
         ({"kept_tokens": -1}, "kept_tokens must be at least 0"),
+        ({"kept_shares": [1, 1, 1, 1]}, "kept_shares must be 4 numbers .* go with kept_tokens"),
+        ({"kept_tokens": 6, "kept_shares": [1, 1]}, "kept_shares must be 4 numbers from 0 on"),
+        ({"kept_tokens": 6, "kept_shares": [1, -1, 3, 1]}, "kept_shares must be 4 numbers from 0 on"),
         ({"kept_tokens": 2.5}, "kept_tokens"),
         ({"keep_score": "half", "kept_tokens": 1}, "give kept_tokens"),
         ({"keep_score": "learned"}, "give kept_tokens"),

@@ -32,7 +32,8 @@ def attended(model, inputs):
     its output, and its rotary tables."""
     found, attention, base = [], model.transformer.h[0].attn, model.transformer
     tables = base.rotary_tables(model.config.places)
-    infini = SharedInputs(segment_layout(*inputs.shape[:2], *model.config.window), None, tables)
+    window = model.config.window
+    infini = SharedInputs({window: segment_layout(*inputs.shape[:2], *window)}, None, tables)
     with forced_backend(lambda call: found.append(call.tokens) or attend_grid(call)):
         output, _ = attention(inputs, infini=infini)
     return attention, *found[0][:4], output, tables.get(None)

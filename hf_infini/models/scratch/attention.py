@@ -177,9 +177,9 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
     def inputs_outside_model(self, hidden_states: Tensor, position_ids=None, return_weights: bool = False) -> SharedInputs:
         """What a model would have made for this layer; arguments as of `forward`."""
         batch, tokens = hidden_states.shape[:2]
-        layout = segment_layout(batch, tokens, *self.config.window, position_ids=position_ids, device=hidden_states.device)
+        layout = segment_layout(batch, tokens, *self.window, position_ids=position_ids, device=hidden_states.device)
         return_weights |= self.config._attn_implementation == "eager"
-        return SharedInputs(layout, None, self.window_tables(hidden_states), return_weights)
+        return SharedInputs({self.window: layout}, None, self.window_tables(hidden_states), return_weights)
 
     def window_tables(self, like: Tensor) -> dict[str | None, tuple[Tensor, ...]]:
         """The rotary tables of a window's places, with the dtype and device of `like`; empty without rotary positions."""

@@ -132,7 +132,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             infini, cache, use_cache = begin_call(self, input_ids, *call, **masks)
             visible: dict[str, Any] = {"infini": infini}
             if position_ids is None:
-                position_ids = counted_positions(infini.layout, cache)
+                position_ids = counted_positions(infini.layouts[self.config.window], cache)
         else:
             if memory_mask is not None:
                 raise ValueError("memory_mask says what is written into a memory, and this model has none: leave it out.")
