@@ -26,8 +26,8 @@ from ..ops.checks import check_kinds
 from ..ops.state import Attended, AttentionCall
 from ..options import check_number
 
-# What the shares of layers are rounded to, times the largest: every other size would need a layout for each call
-LEVELS = (1.0, 1 / 4, 1 / 16)
+# What the shares of layers are rounded to, times the largest: each size that differs takes a layout for every call
+LEVELS = (1, 1 / 2, 1 / 4, 1 / 8)
 
 
 @torch.no_grad()

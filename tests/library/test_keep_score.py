@@ -90,8 +90,8 @@ def test_layers_that_look_far_back_at_single_tokens_get_more_places():
 
 
 def test_shares_are_of_few_sizes():
-    shares = shares_of_layers({0: 0.1, 2: 1.0, 3: 0.51, 4: 0.49, 5: 1e-6}, 6)
-    levels = (1 / 16, 0, 1, 1, 1 / 4, 1 / 16)
+    shares = shares_of_layers({0: 0.3, 2: 1.0, 3: 0.72, 4: 0.7, 5: 1e-6}, 6)
+    levels = (1 / 4, 0, 1, 1, 1 / 2, 1 / 8)
     assert shares == pytest.approx([5 * level / sum(levels) for level in levels], abs=1e-4)
 
 
