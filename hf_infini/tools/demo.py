@@ -78,7 +78,8 @@ class Demo:
             question.submit(self.answer, [question, chat], [question, chat])
             if config.kept_tokens:
                 with gradio.Accordion("What a head keeps of the document", open=False):
-                    layers, window = config.infini_layers, config.local_segments * config.segment_length + 1
+                    layers = [each for each in config.infini_layers if config.window_of(each)[3]]
+                    window = config.local_segments * config.segment_length + 1
                     layer = gradio.Dropdown(layers, value=layers[len(layers) // 2], label="Layer")
                     head = gradio.Dropdown(list(range(key_heads(config)[0])), value=0, label="Key/value head")
                     label = f"Coloured: kept. The last {window:,} tokens or more are in the window, and stay, too."
