@@ -34,27 +34,7 @@ for auto_class, model in AUTO_CLASSES.items():
 register_lazily(PROBED)
 
 __version__ = "0.1.0"
-__all__ = [
-    "CausalMHAConfig",
-    "CausalMHAForCausalLM",
-    "CausalMHAModel",
-    "CausalMultiHeadAttention",
-    "GPT2InfiniAttention",
-    "InfiniCache",
-    "InfiniGPT2Config",
-    "InfiniState",
-    "Reader",
-    "asking_rows",
-    "backend_of",
-    "cache_bytes",
-    "estimate",
-    "fit_keep_score",
-    "infini_attention",
-    "inspect_attention",
-    "load_adapter",
-    "lora_config",
-    "naive_infini_attention",
-    "patch_model",
-    "save_adapter",
-    "unpatch_model",
-]
+__all__ = ["CausalMHAConfig", "CausalMHAForCausalLM", "CausalMHAModel", "CausalMultiHeadAttention", "GPT2InfiniAttention"]
+__all__ += ["InfiniCache", "InfiniGPT2Config", "InfiniState", "Reader", "asking_rows", "backend_of", "cache_bytes"]
+__all__ += ["estimate", "fit_keep_score", "infini_attention", "inspect_attention", "load_adapter", "lora_config"]
+__all__ += ["naive_infini_attention", "patch_model", "save_adapter", "unpatch_model"]

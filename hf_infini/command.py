@@ -254,8 +254,6 @@ def _load(model: str, adapter: str | None, kept_tokens: int | None, device: str,
         net = merged(load_adapter(net, adapter or fitted, kept_tokens=kept_tokens))
     except OSError as error:
         raise ValueError(f"cannot load the adapter {adapter or fitted}: {error}") from error
-    if not net.config.infini_layers:
-        raise ValueError(f"{model} has no memory.")
     return net.eval(), tokenizer
 
 

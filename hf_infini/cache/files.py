@@ -132,8 +132,7 @@ def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
     config: Any = model.config
     defaults = {field.name: field.default for field in fields(config)} | REMOVED
     written, given = (defaults | side["config"] | side for side in (record["model"], describe_model(model)))
-    names = sorted({*written, *given} - {"config"})
-    names = [name for name in names if written.get(name) != given.get(name)]
+    names = sorted(name for name in {*written, *given} - {"config"} if written.get(name) != given.get(name))
     names = [name for name in names if name != "weights_sha256"] or names  # they differ with the options
     if names:
         different = (f"{name} is {written.get(name)!r} in the file and {given.get(name)!r} in the model" for name in names)
@@ -150,7 +149,6 @@ def _checksum(record: dict, tensors: dict[str, Tensor]) -> str:
 
 
 def _add_tensors(digest, tensors: dict[str, Tensor]) -> None:
-    """Names, dtypes, shapes and bytes, by name."""
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous().cpu()
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

@@ -54,8 +54,7 @@ class HubCodeMixin(PushToHubMixin):
             super().register_for_auto_class(*args, **kwargs)
 
     def _upload_modified_files(self, working_dir, repo_id, files_timestamps, *args, **kwargs):
-        # What is pushed has its code; an adapter of PEFT has no configuration
-        if Path(working_dir, CONFIG_NAME).is_file():
+        if Path(working_dir, CONFIG_NAME).is_file():  # not an adapter of PEFT; what is pushed has its code
             getattr(self, "config", self).save_pretrained(working_dir, save_code=True)
         others = {name: time for name, time in files_timestamps.items() if not CODE_FILES.fullmatch(name)}
         return super()._upload_modified_files(working_dir, repo_id, others, *args, **kwargs)

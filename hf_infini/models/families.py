@@ -43,8 +43,7 @@ PROBED = (
     *("minimax_m2", "ministral", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe"),
     *("persimmon", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
 )
-# Families whose layers do not pass on keywords to their attention
-DROP_KEYWORDS = ("stablelm", "nemotron")
+DROP_KEYWORDS = ("stablelm", "nemotron")  # families whose layers do not pass on keywords to their attention
 
 
 class FamilyConfigMixin(InfiniConfigMixin):
@@ -55,7 +54,6 @@ class FamilyConfigMixin(InfiniConfigMixin):
         super().__post_init__(**kwargs)
 
     def validate_memory_options(self):
-        """Those of every memory, and that there is one."""
         super().validate_memory_options()
         if not self.infini_layers:
             raise ValueError(
@@ -72,12 +70,8 @@ def infini_config(own: type[PreTrainedConfig]) -> type[FamilyConfigMixin] | type
     reason = next((reason for reason, types in REFUSED.items() if own.model_type in types), None)
     if reason is not None:
         raise ValueError(f"a {own.model_type!r} cannot have Infini-attention: {reason}.")
-    attributes = {
-        "__module__": __name__,
-        "__doc__": f"`{own.__name__}` with Infini-attention: all of its options, and those of [`MemoryOptions`].",
-        "model_type": PREFIX + own.model_type,
-        "own_class": own,
-    }
+    doc = f"`{own.__name__}` with Infini-attention: all of its options, and those of [`MemoryOptions`]."
+    attributes = {"__module__": __name__, "__doc__": doc, "model_type": PREFIX + own.model_type, "own_class": own}
     config = checked(type(f"Infini{own.__name__}", (FamilyConfigMixin, own), attributes))
     carry_code("models.families", AutoConfig=config)
     if not IS_COPY:  # or it would stand for the code of all folders, also of those that nobody trusts

@@ -101,7 +101,6 @@ class MemoryGenerationMixin(ModelBase):
                 step_caches[self].release(kwargs.get(CACHE))
 
     def create_masks_for_generate(self, **given):
-        """As usual; a memory takes the mask as it is."""
         return given["attention_mask"] if isinstance(given[CACHE], InfiniCache) else create_masks_for_generate(**given)
 
     def get_compiled_call(self, compile_config):

@@ -34,7 +34,6 @@ class InfiniGPT2Config(InfiniConfigMixin, GPT2Config):
     position_encoding: Literal["learned", "segment", "rope"] = "learned"
 
     def validate_memory_options(self):
-        """Those of every memory, and an embedding for every place in a segment."""
         super().validate_memory_options()
         if self.position_encoding == "segment" and self.window[0] > self.n_positions:
             raise ValueError(
@@ -56,8 +55,6 @@ class NoPositions(nn.Module):
 class InfiniGPT2ModelMixin(InfiniModelMixin):
     """[`InfiniModelMixin`] for `GPT2Model`, with its positions."""
 
-    wte: nn.Module
-
     def set_positions(self) -> None:
         if self.config.position_encoding == "rope":
             self.wpe = NoPositions()
@@ -65,7 +62,7 @@ class InfiniGPT2ModelMixin(InfiniModelMixin):
     def rotary_tables(self, places: int, dtype=None, device=None) -> dict[str | None, tuple[Tensor, ...]]:
         if self.config.position_encoding != "rope":
             return {}
-        numbers = torch.arange(self.config.places, device=device or device_of(self.wte))
+        numbers = torch.arange(self.config.places, device=device or device_of(self.get_input_embeddings()))
         return {None: rotation(numbers, self.config.n_embd // self.config.n_head, dtype or self.dtype)}
 
     def own_positions(self, layout: Layout, position_ids: Tensor | None, cache: InfiniCache | None) -> Tensor:

@@ -27,8 +27,7 @@ def load_tokenizer(path: str | Path, model: PreTrainedModel | None = None, **opt
     `trust_remote_code=True` is given. ValueError where there is none, or where it is not that of the `model` that is to read
     its ids: if the configuration has a `tokenizer_sha256`, [`fingerprint`] must give the same."""
     tokenizer = AutoTokenizer.from_pretrained(path, **{"trust_remote_code": False} | options)
-    # Without files, transformers makes one of special tokens only
-    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):  # that transformers makes without files
         raise ValueError(f"{path} has no tokenizer: files are missing. Save it there, as it was when the model was trained.")
     if model is not None:
         embeddings: Any = model.get_input_embeddings()

@@ -54,7 +54,6 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
 
     @classmethod
     def own_options(cls) -> list[str]:
-        """The names of the options that the own class does not have."""
         return [name for name in cls.__dataclass_fields__ if name not in cls.own_class.__dataclass_fields__]
 
     def validate_memory_options(self):

@@ -1,7 +1,5 @@
 """Infini-attention: local softmax attention and a compressive memory, mixed by a gate for each head (equation 5).
 
-    A = sigmoid(β) A_mem + (1 − sigmoid(β)) A_dot
-
 [`infini_attention`] makes the layout of a call and passes it to [`attend`], which the models call, and where fused kernels
 can take the place of plain torch. A call of one token is in step.py. All others process the grid of segments in groups, of
 which the intermediate results fit into the cache (CPU), or which need few kernel launches (GPU).
@@ -11,7 +9,6 @@ so that every product is one of contiguous matrices. `W` slots in a segment's wi
 """
 
 import contextlib
-import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -107,8 +104,7 @@ def infini_attention(
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
     rule = memory_rule(update_rule, feature_map=feature_map, keep_score=keep_score, eps=eps)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
-    given = (log_weight, learned_score, query_weight, rule, window, rotary)
-    check_arguments(query, key, value, gate, *given, **numbers)
+    check_arguments(query, key, value, gate, log_weight, learned_score, query_weight, rule, window, rotary, **numbers)
     tokens = Projections(query, key, value, log_weight, learned_score)
     masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
     layout = segment_layout(query.shape[0], query.shape[2], *window, **masks, state=state, device=query.device)

@@ -17,7 +17,6 @@ from ..options import check_number, places_of
 
 Function = TypeVar("Function", bound=Callable)
 LIMITS = {"scaling": {}, "softcap": {"greater_than": 0}, "dropout": {"at_least": 0, "below": 1}, "eps": {"at_least": 0}}
-# For these annotations
 ACCEPTED: dict[Any, type] = {int: Integral, float: Real, Path: os.PathLike, Any: object, inspect.Parameter.empty: object}
 
 
@@ -46,7 +45,6 @@ def check_kinds(function: Function) -> Function:
 
 
 def _kinds(annotation: Any) -> tuple[type, ...]:
-    """The types that an annotation allows."""
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     parts = (get_origin(part) or part for part in parts)
     return tuple(ACCEPTED.get(part, part) for part in parts)

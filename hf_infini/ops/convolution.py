@@ -10,7 +10,7 @@ Shapes: `B` batch, `T` new tokens, `C` channels, `K` taps.
 import torch
 from torch import Tensor
 
-from .layout.base import Layout
+from .layout.base import Layout, gather
 
 
 def short_convolution(inputs: Tensor, weight: Tensor, layout: Layout, before: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,11 +33,7 @@ def short_convolution(inputs: Tensor, weight: Tensor, layout: Layout, before: Te
     column = column.scatter(1, torch.where(real, rank, real.shape[1]), columns.expand_as(real))[:, :-1]
     place = torch.cat([carried.expand(inputs.shape[0], -1), column + taps - 1], 1)  # of the carried, then of the real inputs
     for tap in range(1, taps):
-        index = place.gather(1, rank + taps - 1 - tap)
-        inside = layout.positions >= tap
-        earlier = everything.gather(1, index.unsqueeze(-1).expand_as(inputs))
-        output = output + earlier.masked_fill(~inside.unsqueeze(-1), 0) * weight[tap]
-    index = place.gather(1, real.sum(1, keepdim=True) + carried)
+        index = torch.where(layout.positions >= tap, place.gather(1, rank + taps - 1 - tap), -1)
+        output = output + gather(everything, index) * weight[tap]
     inside = layout.tokens_seen.unsqueeze(1) >= taps - 1 - carried
-    latest = everything.gather(1, index.unsqueeze(-1).expand(-1, -1, inputs.shape[2]))
-    return output, latest.masked_fill(~inside.unsqueeze(-1), 0)
+    return output, gather(everything, torch.where(inside, place.gather(1, real.sum(1, keepdim=True) + carried), -1))

@@ -41,16 +41,13 @@ class Kept(NamedTuple):
 
     @classmethod
     def of_state(cls, state: InfiniState, layout: Layout) -> "Kept":
-        """What a state keeps."""
         position: Any = state.kept_position
         places = slice(layout.sink_tokens, layout.ahead)
         windows: Any = (None if window is None else window[:, :, places] for window in state.windows())
         key, value, log_weight, score = windows
-        return cls(key, value, log_weight, score, position.unsqueeze(-1))
+        return cls(key, value, log_weight, score.detach(), position.unsqueeze(-1))
 
     def into(self, state: InfiniState, layout: Layout) -> InfiniState:
-        """The state that keeps this."""
-
         def put(window, kept):
             sinks = window[:, :, : layout.sink_tokens]
             sinks = torch.zeros_like(sinks) if window is state.local_score else sinks  # they need none
@@ -126,7 +123,6 @@ class KeptInGrid:
     def __init__(self, tokens: Projections, layout: GridLayout, rule: MemoryRule, state: InfiniState):
         self.layout, self.rule, self.sees = layout, rule, "attention" in KEEP_SCORES[rule.keep_score]
         self.kept = Kept.of_state(state, layout)
-        self.kept = self.kept._replace(score=self.kept.score.detach())
         new: Any = tokens.score
         scores = layout.to_grid(new, state.local_score).detach().transpose(2, 3)
         self.scores = pad(scores, (0,) * 6 + (layout.local_segments, 0)).clone()
@@ -192,8 +188,9 @@ def keep_best(
     after the other, `[B, N, K, C, …]` each, scores as in a window; `written`, `documents`: as in [`choose`]."""
     scores = final_scores(keep_score, leaving, layout)
     rows = kept.map(lambda old, new: torch.cat([old, new.transpose(1, 2).flatten(2, 3)], 2), leaving._replace(score=scores))
-    there = kept.position[:, 0, :, 0] >= 0
-    best, evicted = choose(rows.score, there, written, shares(keep_score, layout.kept_tokens), documents)
+    there, count = kept.position[:, 0, :, 0] >= 0, len(KEEP_SCORES[keep_score])
+    shares = [(layout.kept_tokens + number) // count for number in reversed(range(count))]  # the first gets the odd place
+    best, evicted = choose(rows.score, there, written, shares, documents)
     last = rows.taken(best[:, -1:]).map(lambda part: part.squeeze(1))
     return rows.taken(best[:, :-1]), last, rows.taken(evicted)
 
@@ -230,9 +227,3 @@ def rows_in_order(chosen: Tensor, size: int) -> Tensor:
     """The numbers of the rows that are chosen, of `[…, rows]` bool, `[…, size]`, right-aligned, −1 for none."""
     rows = torch.arange(chosen.shape[-1], device=chosen.device)
     return torch.where(chosen, rows, -1).topk(size).values.flip(-1)
-
-
-def shares(keep_score: str, places: int) -> list[int]:
-    """Places for each of the scores; the first gets the odd one."""
-    count = len(KEEP_SCORES[keep_score])
-    return [(places + number) // count for number in reversed(range(count))]

@@ -23,17 +23,15 @@ from torch.nn import functional as F
 from .window import product
 
 EPS = 1e-6
-EXP_LIMIT = 30.0
 # Which scores of a token a choice of `keep_score` has; each has its share of the places (kept.py)
 KEEP_SCORES = {"attention": ("attention",), "learned": ("learned",), "half": ("attention", "learned")}
 
 Written = tuple[Tensor, Tensor, Tensor | None]  # what [`MemoryRule.written`] returns
 State = tuple[Tensor, Tensor]  # memory and normaliser
 
-
 # Positive features: those of section 2.1.2 of the paper, or exponential ones, with which σ(q)·σ(k) = Σ_d exp(q_d + k_d):
 # a few units of x outweigh tens of thousands of other tokens. Sums of a million products still fit into float32
-FEATURE_MAPS = {"elu": lambda x: F.elu(x).add_(1), "exp": lambda x: x.clamp(max=EXP_LIMIT).exp_()}
+FEATURE_MAPS = {"elu": lambda x: F.elu(x).add_(1), "exp": lambda x: x.clamp(max=30.0).exp_()}
 
 
 def running_sum(written: Tensor, incoming: Tensor, continues: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -54,8 +54,7 @@ def naive_infini_attention(
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
     rule = memory_rule(update_rule, feature_map=feature_map, keep_score=keep_score, eps=eps)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
-    given = (log_weight, learned_score, query_weight, rule, window, rotary)
-    check_arguments(query, key, value, gate, *given, **numbers)
+    check_arguments(query, key, value, gate, log_weight, learned_score, query_weight, rule, window, rotary, **numbers)
     check_shapes(query.shape[0], query.shape[2], attention_mask, memory_mask, position_ids)
     if state is None:
         state = InfiniState.initial(key, value, *window, rule=rule, weighted=log_weight is not None)
@@ -78,10 +77,9 @@ def naive_infini_attention(
                 outputs.append(value.new_zeros(group, value.shape[-1]))
                 continue
             reader.begin_document_at(None if position_ids is None else int(position_ids[row, number]))
-            token = _Token(key[row, head, number], value[row, head, number], number=reader.seen)
-            token.log_weight = None if log_weight is None else log_weight[row, head, number]
-            token.skipped = memory_mask is not None and not memory_mask[row, number]
-            token.score = None if scores is None else scores[row, head, number]
+            held: Any = (None if part is None else part[row, head, number] for part in (key, value, log_weight, scores))
+            skipped = memory_mask is not None and not memory_mask[row, number]
+            token = _Token(*held, number=reader.seen, skipped=skipped)
             outputs.append(reader.attend(query[row, own, number : number + 1], token, gate[own]))
         states.append(reader.state())
     output = torch.stack(outputs).view(batch, kv_heads, tokens, group, -1).transpose(2, 3).flatten(1, 2).to(dtype)
@@ -100,7 +98,6 @@ OF_HEADS = ("memory", "normaliser", "local_key", "local_value", "local_log_weigh
 
 
 def _widen(tensor: Any, state: InfiniState) -> Any:
-    """In the dtype of the memory."""
     return None if tensor is None else tensor.to(state.memory.dtype)
 
 

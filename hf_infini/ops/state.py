@@ -87,8 +87,7 @@ class InfiniState:
         the memory is written, `None`: by the linear rule; `weighted`: whether tokens have a `log_weight`."""
         rule = MemoryRule() if rule is None else rule
         check_window(segment_length, local_segments, sink_tokens, kept_tokens)
-        batch, heads, _, head_dim = key.shape
-        value_dim = value.shape[-1]
+        (batch, heads, _, head_dim), value_dim = key.shape, value.shape[-1]
         dtype = torch.promote_types(key.dtype, torch.float32)
         places = places_of(segment_length, local_segments, sink_tokens, kept_tokens)
         scores = len(KEEP_SCORES[rule.keep_score])

@@ -15,7 +15,7 @@ from .kept import Kept, keep_best
 from .layout.base import Layout, last_position, pad
 from .memory import KEEP_SCORES, MemoryRule
 from .state import COUNTS, OF_LAYER, Attended, AttentionCall, InfiniState
-from .window import ScoreOptions, are_few, masked_scores, product, softmax_weights
+from .window import are_few, masked_scores, product, softmax_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,8 @@ class SegmentBorder(Layout):
         if self.complete_rows is not None:
             new = function(*(part[self.complete_rows] for part in given))
             return tuple(part.index_copy(0, self.complete_rows, rows) for part, rows in zip(old, new, strict=True))
-        new, completing = function(*given), self.completing
-        pairs = zip(new, old, strict=True)
-        return tuple(torch.where(completing.view(-1, *(1,) * (o.dim() - 1)), n, o) for n, o in pairs)
+        pairs = zip(function(*given), old, strict=True)
+        return tuple(torch.where(self.completing.view(-1, *(1,) * (o.dim() - 1)), n, o) for n, o in pairs)
 
 
 def segment_border(
@@ -146,18 +145,9 @@ def step_layout(
     state = state.having(tokens_seen=after, last_position=last, local_skipped=skipped)
     border = segment_border(state, sizes, completing if completes_segments else None, complete_rows)
     given: dict[str, Any] = {field.name: getattr(border, field.name) for field in fields(border)}
-    given |= {"positions": seen.unsqueeze(1), "real": real}
-    return StepLayout(
-        **given,
-        rows=rows,
-        slot=slot,
-        sink=sink,
-        seen=slice(0, stop),
-        visible=visible[:, None, None],
-        unkept=unkept,
-        turned=turned,
-        filled=(left > kept_tokens)[:, None, None, None, None],
-    )
+    given |= {"positions": seen.unsqueeze(1), "real": real, "rows": rows, "slot": slot, "sink": sink, "seen": slice(0, stop)}
+    given |= {"visible": visible[:, None, None], "unkept": unkept, "turned": turned}
+    return StepLayout(**given, filled=(left > kept_tokens)[:, None, None, None, None])
 
 
 def attend_step(call: AttentionCall) -> Attended:
@@ -175,7 +165,11 @@ def attend_step(call: AttentionCall) -> Attended:
         if layout.sink is not None:
             scores[:, :, : layout.sink_tokens].zero_()  # they need none
         if "attention" in KEEP_SCORES[rule.keep_score]:
-            _add_received(scores, grouped, seen_keys, layout, softmax)
+            # `[B, K, places seen]`, of the mean over a group's heads and without kept tokens; scores: `[B, K, places, R]`
+            received = masked_scores(grouped.detach(), seen_keys.detach(), layout.unkept, softmax)
+            received = received.softmax(-1, dtype=scores.dtype).mean(2)
+            received = received if layout.real is None else received * layout.real.unsqueeze(2)
+            scores[:, :, layout.ahead : layout.seen.stop, 0] += received[:, :, layout.ahead :]
         state = state.having(local_score=scores)
     weights = None
     if softmax.written_out or softmax.softcap or are_few(grouped):
@@ -196,14 +190,6 @@ def attend_step(call: AttentionCall) -> Attended:
     if layout.real is not None:
         output = output.masked_fill(~layout.real[:, :, None, None], 0)
     return output, state.after(layout), weights
-
-
-def _add_received(scores: Tensor, query: Tensor, keys: Tensor, layout: StepLayout, softmax: ScoreOptions) -> None:
-    """Adds the attention that the window's tokens receive from the query `[B, K, heads of a group, D]` to their scores `[B,
-    K, places, R]`; `keys`: what it sees, as they are compared."""
-    received = masked_scores(query.detach(), keys.detach(), layout.unkept, softmax).softmax(-1, dtype=scores.dtype).mean(2)
-    received = received if layout.real is None else received * layout.real.unsqueeze(2)
-    scores[:, :, layout.ahead : layout.seen.stop, 0] += received[:, :, layout.ahead :]
 
 
 def with_segments_complete(rule: MemoryRule, state: InfiniState, border: SegmentBorder) -> InfiniState:

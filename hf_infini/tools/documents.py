@@ -4,7 +4,6 @@ import io
 from collections.abc import Iterable
 from pathlib import Path
 
-HTML = (".html", ".htm", ".xhtml")
 ENDS_A_LINE = "title p br div li tr dt dd pre blockquote h1 h2 h3 h4 h5 h6".split()
 
 
@@ -22,7 +21,7 @@ def read_document(path: str | Path) -> str:
             text = "\n\n".join(page.extract_text() for page in PdfReader(io.BytesIO(content)).pages)
         except PyPdfError as error:
             raise ValueError(f"{path} is damaged, encrypted or no PDF: {error}") from error
-    elif kind in HTML:
+    elif kind in (".html", ".htm", ".xhtml"):
         from bs4 import BeautifulSoup
 
         page = BeautifulSoup(content, "html.parser")  # finds the encoding in the page

@@ -63,15 +63,13 @@ class InfiniLM(HFLM):
         if cut:
             logger.warning(f"{cut} inputs lose their beginning: longer than {self.max_length:,} tokens")
         order = Collator(requests, sort_fn=lambda request: -len(request[1]) - len(request[2]))
-        batch_size: Any = override_bs or self.batch_size  # these are declared as more than they can be here
-        device: Any = self.device
-        dtype: Any = self.mixed_precision_dtype
-        found = []
+        own: Any = self  # whose attributes are declared as more than they can be here
+        dtype, found = own.mixed_precision_dtype, []
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="loglikelihood", unit="request") as bar:
-            for batch in order.get_batched(n=batch_size):
+            for batch in order.get_batched(n=override_bs or own.batch_size):
                 rows = [[*context, *continuation][-(self.max_length + 1) :] for _, context, continuation in batch]
                 spans = [(place, len(row) - len(batch[place][2]), len(row)) for place, row in enumerate(rows)]
-                with torch.autocast(device.type, dtype, dtype is not None):
+                with torch.autocast(own.device.type, dtype, dtype is not None):
                     scores = score_spans(self.model, rows, spans, self.chunk_tokens)
                 for (strings, *_), (loss, is_greedy) in zip(batch, scores, strict=True):
                     found.append((-loss, is_greedy))

@@ -1,7 +1,6 @@
 """A text that is read once, and asked many times: questions after a document, the turns of a chat."""
 
 import copy
-import functools
 import glob
 import hashlib
 import time
@@ -96,7 +95,7 @@ class Reader:
                 cache.save_pretrained(path, description, text_sha256=sha256)
 
             ids = self._encode(text[len(begun) :], split_special_tokens)
-            self._read_on(cache, ids, progress, done, functools.partial(save, partial))
+            self._read_on(cache, ids, progress, done, lambda: save(partial))
             save(file)
             for left in (partial, *file.parent.glob(f"{glob.escape(partial.name)}.*.part")):  # of starts that were killed
                 left.unlink(missing_ok=True)

@@ -15,8 +15,7 @@ def parameter_groups(
 ) -> list[dict]:
     """The optimiser's parameter groups: matrices; without decay, vectors and an attention layer's parameters beside its
     projections; and gates with a separate rate, without decay, which would pull them back to sigmoid = 0.5. Gates of fewer
-    than 32 bits become float32, in place, unless FSDP has sharded them: in bfloat16 a step of 0.01 from −4 is rounded away.
-    """
+    than 32 bits become float32, in place, unless FSDP has sharded them: in bfloat16 a step of 0.01 from −4 is lost."""
     groups: dict[str, dict[str, Any]] = {
         "matrices": {"params": [], "lr": learning_rate, "weight_decay": weight_decay},
         "vectors": {"params": [], "lr": learning_rate, "weight_decay": 0.0},

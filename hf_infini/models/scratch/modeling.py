@@ -127,8 +127,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         if self.config.attention == "infini":
             masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
             first: Any = self.h[0]
-            tables = first.attn.window_tables(embeddings)
-            call = embeddings, tables, cache, use_cache, output_attentions
+            call = embeddings, first.attn.window_tables(embeddings), cache, use_cache, output_attentions
             infini, cache, use_cache = begin_call(self, input_ids, *call, **masks)
             visible: dict[str, Any] = {"infini": infini}
             if position_ids is None:
@@ -176,8 +175,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         make_mask = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask
         # Without a cache, the mask function finds packed documents by their positions
         mask: Any = make_mask(self.config, embeddings, attention_mask, cache, position_ids)
-        # The eager form is added to the scores
-        return mask if mask is None or mask.dtype == torch.bool else mask == 0
+        return mask if mask is None or mask.dtype == torch.bool else mask == 0  # the eager form is added to the scores
 
 
 class CausalMHAForCausalLM(MemoryGenerationMixin, CausalMHAPreTrainedModel, GenerationMixin):

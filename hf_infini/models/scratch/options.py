@@ -45,8 +45,7 @@ class ScratchOptions:
     attention: Literal["global", "local", "infini", "none"] = "global"
     score: Literal["scaled_dot", "dot", "general", "additive"] = "scaled_dot"
     position_encoding: Literal["learned", "sinusoidal", "relative_key", "t5", "alibi", "rope", "none"] = "learned"
-    # Limits as in options.py
-    max_distance: int = field(default=128, metadata={"at_least": 1, "at_most": 2**20})
+    max_distance: int = field(default=128, metadata={"at_least": 1, "at_most": 2**20})  # limits as in options.py
     num_buckets: int = field(default=32, metadata={"at_least": 1, "at_most": 2**20})
     rope_theta: float | int = field(default=10000.0, metadata={"greater_than": 0})
     sliding_window: int | None = field(default=None, metadata={"at_least": 1})

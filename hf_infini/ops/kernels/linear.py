@@ -111,8 +111,7 @@ def run(call: AttentionCall) -> Attended:
         sink_key, sink_value = sink_key.flatten(2, 3), sink_value.flatten(2, 3)
     tensors = (query, key, value, memory_query, memory_key, sink_key, sink_value)
     tensors = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors]
-    before = (state.memory, state.normaliser) if layout.begun else (None, None)
-    before = [x if x is None else x.float().contiguous() for x in before]
+    before = [x.float().contiguous() if layout.begun else None for x in (state.memory, state.normaliser)]
     with torch.cuda.device_of(query):  # else Triton takes the current one
         output, *after = Linear.apply(*tensors, call.gate, *before, Launcher(call, query, key, value))
     output = output.to(call.tokens.value.dtype)

@@ -54,12 +54,10 @@ class Layout:
 
     @property
     def window_sizes(self) -> tuple[int, int, int, int]:
-        """As the functions of windows take it."""
         return self.segment_length, self.local_segments, self.sink_tokens, self.kept_tokens
 
     @property
     def places(self) -> int:
-        """Places of a window: the sinks, the kept tokens, and the segments that a query sees."""
         return places_of(*self.window_sizes)
 
     @property
@@ -119,10 +117,8 @@ class GridLayout(Layout):
             rows = torch.cat([old, rows], 1)
         if self.source is not None:
             rows = gather(rows, self.source)
-        else:
-            missing = self.segments * self.slots - rows.shape[1]
-            if missing:
-                rows = pad(rows, (0, 0) * (rows.dim() - 2) + (0, missing))
+        elif missing := self.segments * self.slots - rows.shape[1]:
+            rows = pad(rows, (0, 0) * (rows.dim() - 2) + (0, missing))
         return rows.unflatten(1, (self.segments, self.slots))
 
     def from_grid(self, grid: Tensor) -> Tensor:

@@ -69,9 +69,7 @@ def segment_layout(
         form = _indexed_form(window, *masks, known, any(seen))
     before = torch.full_like(form["tokens_seen"], -1) if state is None else state.last_position
     last = last_position(tokens, real, position_ids, before)
-    layout = GridLayout(**sizes, **form, batch=batch, tokens=tokens, begun=any(seen), last_position=last)
-    sink_rows, next_window = _rows(layout)
-    layout = replace(layout, sink_rows=sink_rows, window=next_window)
+    layout = _with_rows(GridLayout(**sizes, **form, batch=batch, tokens=tokens, begun=any(seen), last_position=last))
     return _with_memory(layout, memory_mask, state, reads)
 
 
@@ -154,8 +152,8 @@ def _indexed_form(
     }
 
 
-def _rows(layout: GridLayout) -> tuple[Tensor, Tensor]:
-    """[`GridLayout.sink_rows`] and [`GridLayout.window`], of the other fields."""
+def _with_rows(layout: GridLayout) -> GridLayout:
+    """The layout with [`GridLayout.sink_rows`] and [`GridLayout.window`], of its other fields."""
     length, local, sinks, kept = layout.window_sizes
     source, places = layout.source, torch.arange(max(sinks, (local + 1) * length), device=layout.document.device)
     if source is None:
@@ -178,7 +176,7 @@ def _rows(layout: GridLayout) -> tuple[Tensor, Tensor]:
     row = rows_of(last, (ended // length - local) * length + places[: (local + 1) * length])
     window = F.pad(torch.where(row < 0, -1, row + before), (kept, 0), value=-1)
     window = torch.cat([sink_rows[:, -1], window], 1).expand(layout.batch, -1)
-    return sink_rows[:, :-1] if layout.source is not None else sink_rows, window
+    return replace(layout, sink_rows=sink_rows[:, :-1] if layout.source is not None else sink_rows, window=window)
 
 
 def _with_memory(layout: GridLayout, memory_mask: Tensor | None, state: InfiniState | None, reads: bool) -> GridLayout:
@@ -195,8 +193,7 @@ def _with_memory(layout: GridLayout, memory_mask: Tensor | None, state: InfiniSt
         written = written & ~layout.delay(skipped)
     before = torch.zeros(batch, dtype=torch.long, device=device) if state is None else state.tokens_left()
     total = pad(written.sum(-1), (1, 0)).cumsum(1)
-    # The delayed segment that takes in a document's first
-    first = (layout.document + layout.local_segments).clamp(min=0)
+    first = (layout.document + layout.local_segments).clamp(min=0)  # the delayed segment that takes in a document's first
     first = first.minimum(torch.arange(layout.segments + 1, device=device))
     continued = layout.document == layout.document[:, :1]
     left = total - total.gather(1, first) + continued * before.unsqueeze(1)

@@ -46,7 +46,6 @@ class Rule(MemoryRule):
         return (memories, normaliser.unsqueeze(1).expand(-1, key.shape[1], -1, -1)), (last_memory, normaliser)
 
     def read(self, features, memory, normaliser):
-        """q M."""
         return product(features, memory)
 
     @classmethod

@@ -6,21 +6,15 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-# What stands for characters that would not be seen
-VISIBLE = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
+VISIBLE = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}  # what stands for characters that would not be seen
 FATES = ("none", "sink", "window", "kept", "memory")  # where a token is, by its number
 NONE, SINK, WINDOW, KEPT, MEMORY = range(len(FATES))
 DIMENSIONS = {
-    "scores": ("batch", "head", "query", "key"),
-    "weights": ("batch", "head", "query", "key"),
-    "heads": ("batch", "head", "query", "head_dim"),
+    **dict.fromkeys(("scores", "weights", "memory_weights"), ("batch", "head", "query", "key")),
+    **dict.fromkeys(("heads", "local_heads", "memory_heads"), ("batch", "head", "query", "head_dim")),
+    **dict.fromkeys(("token_gate", "memory_share"), ("batch", "head", "query")),
     "output": ("batch", "query", "width"),
-    "local_heads": ("batch", "head", "query", "head_dim"),
-    "memory_heads": ("batch", "head", "query", "head_dim"),
-    "memory_weights": ("batch", "head", "query", "key"),
     "gate": ("head",),
-    "token_gate": ("batch", "head", "query"),
-    "memory_share": ("batch", "head", "query"),
     "memory_norm": ("batch", "head", "segment"),
     "segments": ("batch", "query"),
     "fates": ("batch", "head", "segment", "key"),

@@ -22,9 +22,8 @@ def inspection_page(inspection: Inspection, *, title: str | None = None, row: in
     At least one layer has attention heads. `title`: by default the model's name; `row`: of the batch."""
     title, layers = title or inspection.name, [_layer_data(layer, row) for layer in inspection.layers.values()]
     data = {"title": title, "tokens": inspection.texts[row], "layers": layers}
-    content = json.dumps(data, ensure_ascii=False, allow_nan=False)
     # In a script element only "</script" and "<!--" end the data or change its reading: without "<" there is neither.
-    content = content.replace("<", "\\u003c")
+    content = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     return _text("page.html").format(
         policy="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'",
         title=html.escape(title),

@@ -103,8 +103,7 @@ def _caught_parts(
     def end(module, args, given, output):
         number = running.pop()
         if isinstance(module, CausalMultiHeadAttention) and number not in found:  # it has no use for the interface
-            arguments = {name: given[name] for name in ("mask", "position_ids")}
-            found[number] = module.parts(args[0], **arguments)._asdict()
+            found[number] = module.parts(args[0], mask=given["mask"], position_ids=given["position_ids"])._asdict()
         if number not in found:
             raise ValueError(f"cannot inspect layer {number}: a {type(module).__name__} computes attention in its own way.")
         found[number]["output"] = output[0] if isinstance(output, tuple) else output
