@@ -36,7 +36,7 @@ Model = Annotated[str, typer.Argument(help="A causal language model: folder or n
 Documents = Annotated[list[Path], typer.Argument(help="Text, Markdown, HTML or PDF; several are read as one.", exists=True)]
 Adapter = Annotated[str | None, typer.Option(help="Fitted memory of the model: folder or name on the Hub.")]
 KeptTokens = Annotated[
-    int | None, typer.Option(min=1, help=f"Tokens that each head keeps. [default: {KEPT_TOKENS}, or the adapter's]")
+    int | None, typer.Option(min=1, help=f"Tokens that a head keeps on average. [default: {KEPT_TOKENS}, or the adapter's]")
 ]
 NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: a GPU where there is one.")]
@@ -145,7 +145,7 @@ def fit(
     model: Model,
     documents: Documents,
     out: Annotated[Path, typer.Option(help="Folder of the adapter to write.", file_okay=False)],
-    kept_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each head keeps.")] = KEPT_TOKENS,
+    kept_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a head keeps on average.")] = KEPT_TOKENS,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -174,7 +174,7 @@ def convert(
 def estimate(
     model: Model,
     tokens: Annotated[list[int], typer.Option(min=1, help="Length of a text; give several.")] = [8_192, 131_072, 1_048_576],  # noqa: B006
-    kept_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each head keeps.")] = KEPT_TOKENS,
+    kept_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a head keeps on average.")] = KEPT_TOKENS,
 ) -> None:
     """Megabytes of a cache, with all tokens and with a memory. Only the model's configuration is needed."""
     config = AutoConfig.from_pretrained(model)
@@ -244,7 +244,7 @@ def _load(model: str, adapter: str | None, kept_tokens: int | None, device: str,
         if adapter is not None or kept_tokens is not None:
             raise ValueError(f"{model} has the options of its memory: leave --adapter and --kept-tokens out.")
         return net, tokenizer
-    fitted = KEPT / "scores" / _hash(json.dumps(describe(net)))
+    fitted = KEPT / "scores" / _hash(json.dumps(describe(net)), "shares")  # by this fit
     if adapter is None and not (fitted / RECORD).exists():  # the file that is written last
         if text is None:
             raise ValueError(f"{model} has no memory: give the --adapter with which the text was read.")

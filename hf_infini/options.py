@@ -129,7 +129,12 @@ class MemoryOptions(ConfigBase):
         `None`: of one outside of a model."""
         length: Any = self.segment_length  # there is one where there is a memory
         share = 1 if self.kept_shares is None or layer is None else self.kept_shares[layer]
-        return length, self.local_segments, self.sink_tokens, int(self.kept_tokens * share)
+        return length, self.local_segments, self.sink_tokens, int(self.kept_tokens * share + 1e-6)
+
+    @property
+    def windows(self) -> dict[int, tuple[int, int, int, int]]:
+        """The windows of the layers with a memory, by their numbers."""
+        return {layer: self.window_of(layer) for layer in self.infini_layers}
 
     @property
     def places(self) -> int:
@@ -157,9 +162,9 @@ class MemoryOptions(ConfigBase):
                 self.sink_tokens >= self.segment_length,
             f"keep_score={self.keep_score!r} says which tokens are kept: give kept_tokens, such as 256, with it; got "
             f"{self.kept_tokens}": self.kept_tokens < {"attention": 0, "learned": 1, "half": 2}[self.keep_score],
-            f"kept_shares must be {count} numbers from 0 on, one for each layer, and go with kept_tokens, such as 256; got "
-            f"{self.kept_shares} and {self.kept_tokens}": self.kept_shares is not None
-                and not (self.kept_tokens and len(self.kept_shares) == count and all(0 <= x < 99 for x in self.kept_shares)),
+            f"kept_shares must be {count} numbers from 0 to 99, one for each layer, with kept_tokens, such as 256, of which "
+            f"some layer keeps any; got {self.kept_shares} and {self.kept_tokens}": self.kept_shares is not None and not (
+                len(self.kept_shares) == count and all(0 <= x <= 99 for x in self.kept_shares) and self.window[3]),
             "a memory holds what came before, and with is_causal=False or use_bidirectional_attention tokens see what comes "
             "after them: leave it out":
                 not getattr(self, "is_causal", True) or getattr(self, "use_bidirectional_attention", None),
@@ -196,9 +201,9 @@ def key_heads(config) -> tuple[int, int]:
     return getattr(config, "num_key_value_heads", None) or heads, width
 
 
-def first_layers(config) -> dict[tuple[int, int, int, int], int]:
-    """By window, the first layer that has it: what this one knows of the text holds for all of them."""
-    return {config.window_of(layer): layer for layer in reversed(config.infini_layers)}
+def first_layers(windows: dict[int, tuple[int, int, int, int]]) -> dict[tuple[int, int, int, int], int]:
+    """Of [`MemoryOptions.windows`], by window, the first layer that has it: what it knows of a text holds for the others."""
+    return {window: layer for layer, window in reversed(windows.items())}
 
 
 def layer_kinds(config) -> list[str]:

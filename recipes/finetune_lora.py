@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     except (OSError, ValueError) as error:
         raise UserError(f"--model {options.model}, --adapter {options.adapter}: {error}") from error
     places = inference.tokens_held(model.config)
-    if length <= inference.first_beyond(model.config):
+    if length <= max(places, inference.first_beyond(model.config)):
         raise UserError(f"--data has rows of {length:,} tokens, all of which a cache of {places:,} holds: "
                         "prepare it with a longer --context")  # fmt: skip
     trained = train(options, identity, model, tokenizer, rows)

@@ -82,7 +82,7 @@ class InfiniCache(Cache):
         if len(bounded) < len(own):
             own = DynamicCache(config=config).layers  # layers that slide keep their window only
         super().__init__(layers=[InfiniLayer() if i in bounded else layer for i, layer in enumerate(own)])
-        self._config, self.windows = config, {layer: config.window_of(layer) for layer in config.infini_layers}
+        self._config, self.windows = config, config.windows
         self.text: dict[str, Tensor] = {}
 
     __copy__ = copy.deepcopy
@@ -275,7 +275,7 @@ def cache_bytes(config: PreTrainedConfig) -> int:
     dtype: Any = config.dtype or torch.get_default_dtype()
     key = torch.empty(1, heads, 0, width, dtype=dtype, device="meta")
     learned = bool(rule.parameters(1, 1)) or config.memory_write == "learned"
-    windows = map(config.window_of, config.infini_layers)
+    windows = config.windows.values()
     states = (InfiniState.initial(key, key, *window, rule=rule, weighted=learned) for window in windows)
     recent = max(config.memory_conv - 1, 0) * config.hidden_size * dtype.itemsize
     return sum(state.nbytes() + recent for state in states)

@@ -80,7 +80,7 @@ class StepCache(InfiniCache):
         rows = self._borders.get(self._steps % length)
         if rows is not None:
             rule, borders = RULES[self._config.update_rule].of(self._config), {}
-            for window, layer in first_layers(self._config).items():
+            for window, layer in first_layers(self.windows).items():
                 sizes, state = dict(zip(WINDOW_SIZES, window, strict=True)), self.layers[layer].state
                 borders[window] = segment_border(state, sizes, state.tokens_seen % length == 0, rows)
             for layer, window in self.windows.items():

@@ -275,9 +275,9 @@ class InfiniAttentionMixin(MemoryLayerMixin):
 
     def forward(self, hidden_states: Tensor, *args, infini: SharedInputs | None = None, **kwargs):
         """As the own forward; `infini`: what the base model made for all layers. The output is `[batch, tokens, width]`,
-        and, with `output_attentions` or the eager implementation, the local weights `[batch, heads, tokens, sink_tokens +
-        kept_tokens + (local_segments + 1) * segment_length]`: column `c` is place `c` of the query's window, in which the
-        sinks come first and the query's own segment last. Padding has zeros."""
+        and, with `output_attentions` or the eager implementation, the local weights `[batch, heads, tokens, places]`, with
+        the places of its `window`: column `c` is place `c` of the query's, in which the sinks come first and the query's own
+        segment last. Padding has zeros."""
         given: dict[str, Any] = dict(zip(self.argument_names, args, strict=False)) | kwargs
         infini = given.get("attention_mask") if infini is None else infini  # of a layer that drops keywords
         if infini is None:

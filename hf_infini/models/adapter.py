@@ -94,7 +94,7 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
     Args:
         model: the plain model of the adapter; or one whose weights differ a little, as quantized ones do: a warning says so.
         path: a folder, or a name on the Hub.
-        kept_tokens: how many tokens each head keeps, for which the same scores serve; `None`: as many as when it was saved.
+        kept_tokens: how many tokens a head keeps on average, by the same scores; `None`: as many as when it was saved.
         hub: `revision`, `token`, … of a name on the Hub.
 
     Returns:

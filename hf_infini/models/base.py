@@ -242,7 +242,7 @@ def begin_call(
     of_call = None if cache is None else cache.for_call()
     masks |= {"device": given.device, "completes_segments": cache is None or cache.completes_segments}
     layouts = {}
-    for window, layer in first_layers(model.config).items():
+    for window, layer in first_layers(model.config.windows).items():
         state = None if cache is None else cache.state_before(layer)
         layouts[window] = segment_layout(batch, tokens, *window, **masks, state=state)
     weights = model.config.output_attentions if output_attentions is None else output_attentions

@@ -136,7 +136,7 @@ class InfiniState:
                 raise ValueError(
                     f"the state does not fit this call: its {name} is {found}, and the call needs {shape}. Continue a state "
                     "with the options that it was made with (segment_length, local_segments, sink_tokens, kept_tokens, "
-                    "keep_score, update_rule), and give log_weight in every call of a sequence or in none."
+                    "kept_shares, keep_score, update_rule), and give log_weight in every call of a sequence or in none."
                 )
         return self.map_windows(lambda window, new: window.to(torch.promote_types(window.dtype, new.dtype)), tokens)
 

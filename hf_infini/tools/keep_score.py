@@ -45,7 +45,7 @@ def fit_keep_score(
         distance: in tokens, from a token to the nearest query that counts; about as many as a window has.
         ridge: penalty of the regression, as a share of the mean square of the inputs.
         share_out: whether layers that look far back at single tokens get more of the places, and the others fewer; together
-            they stay as many.
+            as many, but for rounding down. None gets more places than the model's rotary positions were trained for.
         progress: whether a bar is shown.
 
     Raises:
@@ -54,14 +54,15 @@ def fit_keep_score(
     """
     check_number("distance", distance, {"at_least": 1})
     check_number("ridge", ridge, {"at_least": 0})
-    layers, config = memory_layers(model), decoder_of(model).config
+    layers = memory_layers(model)
     fitted = share_out or any(hasattr(layer, "keep_weight") for layer in layers.values())
-    if not (layers and config.kept_tokens and fitted):
+    if not (layers and decoder_of(model).config.kept_tokens and fitted):
         raise ValueError(
             "there is nothing to fit: patch the model with kept_tokens, such as 256, and for share_out=False with "
             'keep_score="half" or "learned".'
         )
     rows = [torch.as_tensor(row).flatten() for row in rows]
+    config = decoder_of(model).config
     shortest = distance + config.sink_tokens + 1
     if not rows or (short := min(map(len, rows))) <= shortest:
         given = f"one of {short:,}" if rows else "none"
@@ -71,20 +72,27 @@ def fit_keep_score(
         )
     if any(row.is_floating_point() for row in rows):
         raise ValueError("rows must be token ids, which are whole numbers; got numbers of floating point.")
-    # Of each layer the sums of products of all tokens' [input, 1, targets]
-    sizes = {name: config.hidden_size + 1 + layer.head_counts[1] for name, layer in layers.items()}
+    # Of each layer the sums of products of all tokens' [input, 1, targets]; without a learned score of [1, targets]
+    widths = {name: layer.keep_weight.shape[1] if hasattr(layer, "keep_weight") else 0 for name, layer in layers.items()}
+    sizes = {name: widths[name] + 1 + layer.head_counts[1] for name, layer in layers.items()}
     sums = {name: torch.zeros(size, size).double() for name, size in sizes.items()}
     device = layers[next(iter(layers))].gate.weight.device
     with _observed(model, layers, sums, max(map(len, rows)), distance):
         for row in tqdm(rows, desc="fitting the score", unit="row", disable=not progress):
             model(input_ids=row[None].to(device), use_cache=False, logits_to_keep=1)
+    if not all(bool(products.isfinite().all()) for products in sums.values()):
+        raise ValueError(f"the model, in {model.dtype}, computes numbers that are not finite: load it in another dtype.")
     for name, layer in layers.items():
         if hasattr(layer, "keep_weight"):
             layer.keep_weight.copy_(ridge_regression(sums[name], len(layer.keep_weight), ridge))
     if share_out:
-        targets = {each.layer_idx: sums[name].diagonal()[-each.head_counts[1] :] for name, each in layers.items()}
-        peaks = {layer: float(squares.max()) ** 0.5 for layer, squares in targets.items()}
-        config.kept_shares = shares_of_layers(peaks, config.num_hidden_layers)
+        squares = {each.layer_idx: sums[name].diagonal()[-each.head_counts[1] :] for name, each in layers.items()}
+        peaks = {layer: float(of_layer.max()) ** 0.5 for layer, of_layer in squares.items()}
+        limit = config.max_position_embeddings if getattr(config, "rope_parameters", None) else math.inf
+        for levels in (LEVELS, LEVELS[:3], LEVELS[:2], LEVELS[:1]):
+            config.kept_shares = shares_of_layers(peaks, config.num_hidden_layers, levels)
+            if config.places <= limit:  # else the model would see distances that it was not trained for
+                break
 
 
 @contextlib.contextmanager
@@ -109,7 +117,8 @@ def _observed(
         targets = far.unflatten(0, (call.tokens.key.shape[1], -1)).amax((1, 2))
         # The others are sinks, or seen by no query that counts
         counted = slice(config.sink_tokens, tokens - distance)
-        inputs, targets = inputs[0, counted].cpu(), targets[:, counted].T.cpu()
+        width = len(sums[name]) - 1 - len(targets)
+        inputs, targets = inputs[0, counted, :width].cpu(), targets[:, counted].T.cpu()
         together = torch.cat([inputs, inputs.new_ones(len(inputs), 1), targets.to(inputs)], 1).double()
         sums[name] += together.T @ together
         return output, None, None
@@ -126,13 +135,14 @@ def _observed(
             vars(layer).pop("learned_score", None)
 
 
-def shares_of_layers(peaks: dict[int, float], count: int) -> list[float]:
-    """How much each of `count` layers keeps, beside the mean of those with a memory, of which `peaks` has the root mean
-    squares of the targets."""
-    largest = max(peaks.values())
-    levels = {each: min(LEVELS, key=lambda level: abs(math.log(level * largest / peak))) for each, peak in peaks.items()}
-    mean = statistics.fmean(levels.values())
-    return [round(levels.get(layer, 0) / mean, 4) for layer in range(count)]
+def shares_of_layers(peaks: dict[int, float], count: int, levels: Sequence[float] = LEVELS) -> list[float]:
+    """How much each of `count` layers keeps, beside the mean of those with a memory: `peaks`, the root mean squares of their
+    targets, rounded to these shares of the largest."""
+    largest, least = max(peaks.values()), torch.finfo(torch.double).tiny
+    near = {layer: math.log(max(peak, least) / max(largest, least)) for layer, peak in peaks.items()}
+    found = {layer: min(levels, key=lambda level: abs(math.log(level) - log)) for layer, log in near.items()}
+    mean = statistics.fmean(found.values())
+    return [round(found.get(layer, 0) / mean, 4) for layer in range(count)]
 
 
 def ridge_regression(sums: Tensor, heads: int, ridge: float) -> Tensor:

@@ -177,7 +177,7 @@ class ShardCache(InfiniCache):
         if self.rank:
             columns, nothing = self.first, torch.zeros(batch, 1, 0, 1, device=device)
             cut: dict[str, Any] = {name: None if mask is None else mask[:, :columns] for name, mask in self.masks.items()}
-            for window, layer in first_layers(self._config).items():
+            for window, layer in first_layers(self.windows).items():
                 past = self.past.layers[layer].state
                 layout: Any = segment_layout(batch, columns, *window, **cut, state=past, device=device)
                 before = InfiniState.initial(nothing, nothing, *window) if past is None else past

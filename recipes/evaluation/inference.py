@@ -67,13 +67,13 @@ def check_length(config, tokens: int) -> None:
 
 def first_beyond(config) -> int:
     """The first position of a text that, in some layer, does not see all tokens before it: by window, sinks, kept tokens."""
-    length, local, sinks, kept = min(map(config.window_of, config.infini_layers))
+    length, local, sinks, kept = min(config.windows.values())
     return (local + 1 + (sinks + kept) // length) * length
 
 
 def tokens_held(config) -> int:
     """How many tokens each key/value head holds at most, on average over the layers with a memory."""
-    return round(statistics.fmean(places_of(*config.window_of(layer)) for layer in config.infini_layers))
+    return round(statistics.fmean(places_of(*window) for window in config.windows.values()))
 
 
 def reads_memory(config, tokens: int) -> bool:

@@ -89,6 +89,20 @@ def test_layers_that_look_far_back_at_single_tokens_get_more_places():
                 torch.testing.assert_close(layer.keep_weight, wanted, rtol=1e-3, atol=1e-3)
 
 
+def test_no_layer_gets_more_places_than_the_positions_that_it_was_trained_for():
+    """A sharp layer among four gets 2.3 times as many, 200 places; with two sizes 1.6, 146 places; else as many as the others."""
+    for positions, share in ((512, 1 / 0.4375), (200, 1 / 0.625), (130, 1)):
+        model = decoder("llama", max_position_embeddings=positions)
+        with torch.no_grad():
+            for number in (0, 2, 3):
+                for name in ("q_proj", "k_proj"):
+                    getattr(model.model.layers[number].self_attn, name).weight.mul_(0.02)
+        patch_model(model, **WINDOW | {"kept_tokens": 80})
+        fit_keep_score(model, rows_of(), distance=DISTANCE, progress=False)
+        assert model.config.kept_shares[1] == max(model.config.kept_shares) == pytest.approx(share, abs=1e-3)
+        assert model.config.places <= positions and sum(model.config.kept_shares) == pytest.approx(4, abs=1e-3)
+
+
 def test_shares_are_of_few_sizes():
     shares = shares_of_layers({0: 0.3, 2: 1.0, 3: 0.72, 4: 0.7, 5: 1e-6}, 6)
     levels = (1 / 4, 0, 1, 1, 1 / 2, 1 / 8)

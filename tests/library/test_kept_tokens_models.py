@@ -11,6 +11,7 @@ import hf_infini
 from decoders import TYPES, decoder
 from decoders import token_ids as ids_of_decoder
 from hf_infini import InfiniCache, cache_bytes, patch_model
+from hf_infini.cache.step_cache import StepCache
 from hf_infini.compat.cache_name import cache_of
 from hf_infini.layers.memory_layer import memory_layers
 from models import causal_mha, infini_gpt2, token_ids
@@ -259,9 +260,10 @@ def test_padded_rows_compile():
     ("options", "message"),
     [
         ({"kept_tokens": -1}, "kept_tokens must be at least 0"),
-        ({"kept_shares": [1, 1, 1, 1]}, "kept_shares must be 4 numbers .* go with kept_tokens"),
-        ({"kept_tokens": 6, "kept_shares": [1, 1]}, "kept_shares must be 4 numbers from 0 on"),
-        ({"kept_tokens": 6, "kept_shares": [1, -1, 3, 1]}, "kept_shares must be 4 numbers from 0 on"),
+        ({"kept_shares": [1, 1, 1, 1]}, "kept_shares must be 4 numbers .* with kept_tokens"),
+        ({"kept_tokens": 6, "kept_shares": [1, 1]}, "kept_shares must be 4 numbers from 0 to 99"),
+        ({"kept_tokens": 2, "kept_shares": [0.4, 0, 0, 0.4]}, "some layer keeps any; got .* and 2"),
+        ({"kept_tokens": 6, "kept_shares": [1, -1, 3, 1]}, "kept_shares must be 4 numbers from 0 to 99"),
         ({"kept_tokens": 2.5}, "kept_tokens"),
         ({"keep_score": "half", "kept_tokens": 1}, "give kept_tokens"),
         ({"keep_score": "learned"}, "give kept_tokens"),
@@ -271,6 +273,21 @@ def test_padded_rows_compile():
 def test_options_that_mean_nothing_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         patch_model(decoder("llama"), **WINDOW, **options)
+
+
+def test_a_share_is_rounded_down_as_it_is_written():
+    """Of floating point, 0.29 of 100 is a little less than 29."""
+    config = patch_model(decoder("llama"), **WINDOW, kept_tokens=100, kept_shares=[0.29, 0.57, 0.299, 2]).config
+    assert [window[3] for window in config.windows.values()] == [29, 57, 29, 200]
+    assert config.places == 2 + 200 + 16
+
+
+def test_steps_of_other_shares_get_another_cache():
+    config = patch_model(decoder("llama"), **WINDOW, kept_tokens=6).config
+    cache = StepCache(config)
+    assert cache.is_for(config)
+    config.kept_shares = [0.5, 1.5, 1, 1]
+    assert not cache.is_for(config) and StepCache(config).is_for(config)
 
 
 def test_more_kept_than_text():

@@ -10,7 +10,7 @@ from .options import IN_EMBEDDING, ScratchOptions
 # The options of a CausalMultiHeadAttention outside of a model, beside its sizes.
 ATTENTION_OPTIONS = (
     *("attention", "score", "position_encoding", "max_distance", "num_buckets", "rope_theta", "sliding_window"),
-    *(name for name in MEMORY_OPTIONS if name not in ("layers", "mask_special_tokens")),
+    *(name for name in MEMORY_OPTIONS if name not in ("layers", "kept_shares", "mask_special_tokens")),
 )
 # Every option that does nothing unless another one has one of these values. What train.py learns to predict is its own.
 NEEDS = {
