@@ -90,7 +90,7 @@ def test_layers_that_look_far_back_at_single_tokens_get_more_places():
 
 
 def test_no_layer_gets_more_places_than_the_positions_that_it_was_trained_for():
-    """A sharp layer among four gets 2.3 times as many, and has 200 places; with two sizes 1.6 and 146; else as the others."""
+    """A sharp layer among four gets 2.3 times as many, and has 200 places; with two sizes 1.6, and 146; else as many."""
     for positions, share in ((200, 1 / 0.4375), (199, 1 / 0.625), (145, 1)):
         model = decoder("llama", max_position_embeddings=positions)
         with torch.no_grad():
