@@ -155,17 +155,16 @@ def recall() -> bytes:
     ways = {
         "all tokens: grows": ["all tokens"],
         "window and sinks": ["512: window and sinks", "1,024: window and sinks"],
-        "252 of 512 tokens kept by the learned score": ["512: 252 kept by the learned score"],
-        "SnapKV of kvpress, English only": ["512: SnapKV of kvpress, which sees the question"],
+        "252 of 512 tokens kept by the learned score": ["512: 252 kept by the learned score, [by shares]"],
     }
     figure, panels = new_figure("Hidden numbers found over the size of the cache", "", 1, 2, (WIDTH, 3.3), sharey=True)
     for axes, column, length in zip(panels.flat, (1, 3), ("2,048", "8,192"), strict=True):
         for number, (way, names) in enumerate(ways.items()):
             points = []
             for name in names:
-                size = next(size for cache, size in sizes.items() if name.startswith(cache))
+                size = next(size for cache, size in sizes.items() if name[:9] == cache[:9])
                 grown = re.search(rf"(\d+) after {length}", size)
-                counts = [int(row[column].split()[0].strip("*")) for row in rows if row[0] == name and len(row) == 4]
+                counts = [int(row[column].split()[0].strip("*")) for row in rows if row[0].partition("(")[0] == name and len(row) == 4]
                 ends = wilson_interval(sum(counts), 40 * len(counts))  # 40 in each language
                 shares = [100 * share for share in (sum(counts) / (40 * len(counts)), *ends)]
                 points.append([float(grown[1] if grown else size.split(",")[0]), *shares])
