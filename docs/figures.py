@@ -164,7 +164,8 @@ def recall() -> bytes:
             for name in names:
                 size = next(size for cache, size in sizes.items() if name[:9] == cache[:9])
                 grown = re.search(rf"(\d+) after {length}", size)
-                counts = [int(row[column].split()[0].strip("*")) for row in rows if row[0].partition("(")[0] == name and len(row) == 4]
+                own = [row for row in rows if row[0].partition("(")[0] == name and len(row) == 4]
+                counts = [int(row[column].split()[0].strip("*")) for row in own]
                 ends = wilson_interval(sum(counts), 40 * len(counts))  # 40 in each language
                 shares = [100 * share for share in (sum(counts) / (40 * len(counts)), *ends)]
                 points.append([float(grown[1] if grown else size.split(",")[0]), *shares])
