@@ -153,7 +153,7 @@ def recall() -> bytes:
     rows = [[cell.strip(" *") for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:2] == "| "]
     sizes = {name: cells[0] for name, *cells in rows if len(cells) == 1}  # of a cache, in MiB
     ways = {
-        "all tokens: grows": ["all tokens"],
+        "all tokens: grows": ["all tokens; the same other numbers"],
         "window and sinks": ["512: window and sinks", "1,024: window and sinks"],
         "252 of 512 tokens kept by the learned score": ["512: 252 kept by the learned score, [by shares]"],
     }
