@@ -272,13 +272,19 @@ def cache_bytes(config: PreTrainedConfig) -> int:
     if not getattr(config, "infini_layers", ()):
         raise ValueError(f"the cache of a {type(config).__name__} without a compressive memory grows with every token.")
     rule, (heads, width) = RULES[config.update_rule].of(config), key_heads(config)
-    dtype: Any = config.dtype or torch.get_default_dtype()
+    dtype = dtype_of(config)
     key = torch.empty(1, heads, 0, width, dtype=dtype, device="meta")
     learned = bool(rule.parameters(1, 1)) or config.memory_write == "learned"
     windows = config.windows.values()
     states = (InfiniState.initial(key, key, *window, rule=rule, weighted=learned) for window in windows)
     recent = max(config.memory_conv - 1, 0) * config.hidden_size * dtype.itemsize
     return sum(state.nbytes() + recent for state in states)
+
+
+def dtype_of(config: PreTrainedConfig) -> torch.dtype:
+    """The dtype of a configuration, which is a name once it was saved; `None`: torch's default."""
+    dtype: Any = config.dtype or torch.get_default_dtype()
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _tensors_of(layer) -> dict[str, Tensor]:

@@ -1,11 +1,10 @@
 """How much memory the cache of a model takes, from its configuration alone."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from transformers import PreTrainedConfig
 
-from ..cache.cache import cache_bytes
+from ..cache.cache import cache_bytes, dtype_of
 from ..models.families import infini_config
 from ..models.patching import convert_config
 from ..ops.checks import check_kinds
@@ -30,7 +29,7 @@ def estimate(config: PreTrainedConfig, tokens: int, **options) -> Estimate:
         config = convert_config(config, infini_config(type(config)), **options)
     elif options:
         raise ValueError(f"this {type(config).__name__} has the options of its memory: leave out {', '.join(options)}.")
-    dtype: Any = config.dtype or torch.get_default_dtype()
+    dtype = dtype_of(config)
     heads, width = key_heads(config)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or tokens
     # With the token of the next call, what is held of a sliding window is the window
