@@ -162,6 +162,7 @@ def recall() -> bytes:
         for number, (way, names) in enumerate(ways.items()):
             points = []
             for name in names:
+                # Rows of numbers and of sizes begin alike: "512: 252 kept"
                 size = next(size for cache, size in sizes.items() if name[:9] == cache[:9])
                 grown = re.search(rf"(\d+) after {length}", size)
                 own = [row for row in rows if row[0].partition("(")[0] == name and len(row) == 4]

@@ -244,7 +244,7 @@ def _load(model: str, adapter: str | None, kept_tokens: int | None, device: str,
         if adapter is not None or kept_tokens is not None:
             raise ValueError(f"{model} has the options of its memory: leave --adapter and --kept-tokens out.")
         return net, tokenizer
-    fitted = KEPT / "scores" / _hash(json.dumps(describe(net)), "shares")  # and of the fit
+    fitted = KEPT / "scores" / _hash(json.dumps(describe(net)), "shares")  # of the model, and of how it is fitted
     if adapter is None and not (fitted / RECORD).exists():  # the file that is written last
         if text is None:
             raise ValueError(f"{model} has no memory: give the --adapter with which the text was read.")

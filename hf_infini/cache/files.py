@@ -149,6 +149,7 @@ def _checksum(record: dict, tensors: dict[str, Tensor]) -> str:
 
 
 def _add_tensors(digest, tensors: dict[str, Tensor]) -> None:
+    """Names, dtypes, shapes and bytes, by name."""
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous().cpu()
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

@@ -15,7 +15,7 @@ from ..ops.step import segment_border, with_segments_complete
 from ..options import first_layers
 from .cache import TEXT_END, InfiniCache
 
-SHARED = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")  # the same tensors in all layers
+SHARED = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")  # the same tensors in all layers of a window
 
 
 class StepCache(InfiniCache):

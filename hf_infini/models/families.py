@@ -54,6 +54,7 @@ class FamilyConfigMixin(InfiniConfigMixin):
         super().__post_init__(**kwargs)
 
     def validate_memory_options(self):
+        """Those of every memory, and that there is one."""
         super().validate_memory_options()
         if not self.infini_layers:
             raise ValueError(

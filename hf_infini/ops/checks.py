@@ -45,6 +45,7 @@ def check_kinds(function: Function) -> Function:
 
 
 def _kinds(annotation: Any) -> tuple[type, ...]:
+    """The types that an annotation allows."""
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     parts = (get_origin(part) or part for part in parts)
     return tuple(ACCEPTED.get(part, part) for part in parts)

@@ -41,6 +41,7 @@ class Kept(NamedTuple):
 
     @classmethod
     def of_state(cls, state: InfiniState, layout: Layout) -> "Kept":
+        """What a state keeps."""
         position: Any = state.kept_position
         places = slice(layout.sink_tokens, layout.ahead)
         windows: Any = (None if window is None else window[:, :, places] for window in state.windows())
@@ -48,6 +49,8 @@ class Kept(NamedTuple):
         return cls(key, value, log_weight, score.detach(), position.unsqueeze(-1))
 
     def into(self, state: InfiniState, layout: Layout) -> InfiniState:
+        """The state that keeps this."""
+
         def put(window, kept):
             sinks = window[:, :, : layout.sink_tokens]
             sinks = torch.zeros_like(sinks) if window is state.local_score else sinks  # they need none

@@ -66,6 +66,7 @@ class Demo:
         return [(self.tokenizer.decode([token for _, token in run]), label) for label, run in runs]
 
     def page(self) -> gradio.Blocks:
+        """The page, to be launched."""
         config = self.model.config
         with gradio.Blocks(title="hf_infini", analytics_enabled=False) as page:
             gradio.Markdown("# Ask a document\nIt is read once, into a cache that does not grow.")

@@ -72,7 +72,7 @@ def _optional(kind: type, group: str, shown: tuple[str, ...]) -> list[tuple]:
         one = kinds[entry.name]
         if isinstance(one, types.UnionType):
             one = float if float in alternatives else alternatives.pop()
-            one = list[float] if one == list[float | int] else one
+            one = list[float] if one == list[float | int] else one  # as numbers are above
         note = NOTES.get(entry.name, "" if entry.default is None else f"Default: {entry.default}.")
         text = f"{texts.get(entry.name, '')} {note}".replace("`", "").replace("%", "%%").strip()
         metadata = {"help": text, "group": group, "rare": entry.name not in shown}

@@ -148,7 +148,7 @@ def test_generation_with_beams_is_that_of_the_whole_text_read_again(shares):
     assert torch.equal(cached, again)
 
 
-def test_a_layer_keeps_its_share_and_sees_nothing_of_the_others(tmp_path):
+def test_a_layer_keeps_its_share_and_sees_nothing_of_the_others():
     """Each layer, fed what it was fed, does what it does in a model all of whose layers keep as many."""
     shared, ids, fed = scratch(kept_shares=SHARES["not in the first"]), token_ids(2, 60), {}
     for number, block in enumerate(shared.transformer.h):
@@ -157,7 +157,7 @@ def test_a_layer_keeps_its_share_and_sees_nothing_of_the_others(tmp_path):
     with torch.no_grad():
         cache = cache_of(shared(ids, use_cache=True))
         for number, count in enumerate((0, 12, 6)):
-            alike = scratch(kept_tokens=max(count, 2)) if count else scratch("attention", kept_tokens=0)
+            alike = scratch(kept_tokens=count) if count else scratch("attention", kept_tokens=0)
             alike.transformer.h[number].register_forward_pre_hook(lambda _, args, number=number: (fed[number], *args[1:]))
             after = []
             alike.transformer.h[number].register_forward_hook(lambda _, args, output, after=after: after.append(output))

@@ -70,6 +70,7 @@ class CausalMHAConfig(ScratchOptions, InfiniConfigMixin, PreTrainedConfig):
 
     @property
     def has_memory(self) -> bool:
+        """Whether the layers have a compressive memory: all or none."""
         return self.attention == "infini"
 
     def validate_causal_mha(self):

@@ -193,6 +193,14 @@ def test_help_shows_the_docstring_as_it_is_written_and_every_option_in_a_group(h
         assert len(found) == len(set(found))
 
 
+def test_a_list_of_numbers_is_parsed_as_one_of_floats(config):
+    argv = ["--kept_shares", "1", "0.5", "--layers", "0", "2"]
+    (found,) = parse_options(ModelOptions, description="A test.", argv=argv)
+    assert found.kept_shares == [1.0, 0.5] and found.layers == [0, 2]
+    (found,) = parse_options(ModelOptions, description="A test.", argv=["--config", config("kept_shares: [1, 0.5]\n")])
+    assert found.kept_shares == [1.0, 0.5]
+
+
 class Parsed(BaseException):
     pass
 

@@ -8,9 +8,10 @@ import torch
 from bad_input import refused
 from corpora.tokenization import build_character_tokenizer
 from decoders import decoder
-from evaluation import caches, presses
+from evaluation import caches, inference, presses
 from hf_infini import patch_model, save_adapter, unpatch_model
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
+from hf_infini.options import places_of
 from recall import tasks
 from running import load_recipe
 
@@ -94,6 +95,21 @@ def test_each_way_holds_as_many_tokens(way, cache, window):
     assert cache % 2 or held == cache
     if window and way != "window":
         assert (options["local_segments"], options["segment_length"]) == (7, min(512, cache // 2) // 8)
+
+
+def test_the_layers_have_the_shares_of_an_adapter_and_hold_as_many_tokens(folder, tmp_path):
+    model = load_causal_lm(folder / "model")
+    shares = [0.5, 1.5, 2, 0]
+    patch_model(model, **caches.memory_options("half", 64) | {"kept_shares": shares})
+    save_adapter(model, tmp_path)
+    unpatch_model(model)
+    for way in caches.BOUNDED:
+        with caches.bounded(model, str(tmp_path), way, 64):
+            assert model.config.kept_shares == (None if way == "window" else shares)
+            held = {layer: places_of(*window) for layer, window in model.config.windows.items()}
+            assert inference.tokens_held(model.config) == 64 and (way == "window" or [*held.values()] == [50, 78, 92, 36])
+            # The fourth layer has sinks and window only: two segments of 16
+            assert way == "window" or inference.first_beyond(model.config) == 32
 
 
 def test_numbers_and_facts_are_counted_by_length(folder, tmp_path, monkeypatch):
