@@ -78,7 +78,8 @@ class Options:
     seed: int = option(0, "passkey, facts: seed of the examples.", **SEED)
     chunk: int = option(2048, "Tokens per call of the model.", at_least=1, group="machine")
     batch_size: int = option(4, "Rows per call of the model.", at_least=1)
-    precision: Literal["float32", "bf16"] = option("float32", "bf16: autocast.")
+    precision: Literal["float32", "bf16"] = option("float32", "Of weights and calculations; bf16, in which models are "
+                                                   "served, is faster where it is native.")  # fmt: skip
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
 
     @property
@@ -103,7 +104,9 @@ def main(argv: list[str] | None = None) -> None:
     from support.stages import check_place, new_file, state_of_files, write_json
 
     check_place(Path(f"{options.out}.json"), {"options": dict, "contestants": list}, [Path(f"{options.out}.png")])
-    model, tokenizer = inference.load_model(options.model, options.device, options.adapter if options.attribute else None)
+    model, tokenizer = inference.load_model(
+        options.model, options.device, options.adapter if options.attribute else None, options.precision
+    )
     contestants = caches.parts_of(model.config) if options.attribute else contestants_of(options)
     texts = read_texts(options) if options.source else None
     read = [path for path in (options.model, options.adapter, options.text) if path is not None and Path(path).exists()]

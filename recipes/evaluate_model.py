@@ -62,7 +62,8 @@ class Options:
     chunk: int = option(1024, "Tokens per call of the model in rows longer than this: memory grows with it.", at_least=1,
                         group="machine", rare=True)  # fmt: skip
     batch_size: int = option(4, "Rows per call of the model.", at_least=1)
-    precision: Literal["float32", "bf16"] = option("float32", "bf16: autocast.")
+    precision: Literal["float32", "bf16"] = option("float32", "Of weights and calculations; bf16, in which models are "
+                                                   "served, is faster where it is native.")  # fmt: skip
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     out: str | None = option(None, "File to write, without .json; default: evaluation in the folder of the adapter or "
                            "model (other tasks, and with the memory off: the task's name), with _text (facts among lines of "
@@ -93,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     from support.stages import check_place, write_json
     from training import setup
 
-    model, tokenizer = inference.load_model(options.model, options.device, options.adapter)
+    model, tokenizer = inference.load_model(options.model, options.device, options.adapter, options.precision)
     if options.memory == "off":
         inference.switch_memory_off(model)
     home = home_of(options)
@@ -145,7 +146,7 @@ def perplexity(options: Options, model, tokenizer, name: str) -> dict:
     print(f"{len(rows):,} rows, {complete:,} of them of {length:,} tokens", file=sys.stderr)
     # Special tokens do not count, as in train.py's own evaluations
     reader = RowReader(tokenizer.all_special_ids, tokenizer.eos_token_id if options.separate_documents else None)
-    found = measure_perplexity(model, rows, reader, options.chunk, options.batch_size, options.precision)
+    found = measure_perplexity(model, rows, reader, options.chunk, options.batch_size)
     print(positions_table(found))
     return {**found, "rows": len(rows), "complete_rows": complete, "length": length}
 

@@ -149,10 +149,9 @@ def nats(runner: tasks.Runner, texts: list[str]) -> dict:
     losses = torch.zeros(ids.shape, dtype=torch.double)
     with tqdm(total=ids.numel(), unit="token", unit_scale=True, leave=False) as bar:
         for part, into in zip(ids.split(options.batch_size), losses.split(options.batch_size), strict=True):
-            with torch.autocast(model.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
-                for first, found, _ in stream_losses(model, part, chunk=options.chunk):
-                    into[:, first : first + found.shape[1]] = found.cpu()
-                    bar.update(found.numel())
+            for first, found, _ in stream_losses(model, part, chunk=options.chunk):
+                into[:, first : first + found.shape[1]] = found.cpu()
+                bar.update(found.numel())
     parts = {str(2**power): losses[:, 2**power : 2 ** (power + 1)] for power in range((options.length - 1).bit_length())}
     by_position = {begin: part.sum(1).tolist() for begin, part in parts.items()}
     counts = {begin: part.shape[1] for begin, part in parts.items()}

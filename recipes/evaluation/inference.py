@@ -16,12 +16,13 @@ from hf_infini.options import context_limit, places_of
 from support.measurement import keep_freed_memory
 
 
-def load_model(name: str, device: str = "auto", adapter: str | None = None):
-    """The float32 causal language model of a folder or Hub name, in evaluation mode, and its tokenizer.
+def load_model(name: str, device: str = "auto", adapter: str | None = None, precision: str = "float32"):
+    """The causal language model of a folder or Hub name, in evaluation mode, and its tokenizer.
 
     Args:
         device: a torch device, or "auto" for the GPU where there is one.
         adapter: folder or Hub name of one that is put on the model, its LoRA added to the weights; `None`: none.
+        precision: "float32", or "bf16" for weights and calculations in bfloat16, as models are served.
 
     Raises UserError when there is no such model, adapter or device, or a file is damaged.
     """
@@ -30,7 +31,7 @@ def load_model(name: str, device: str = "auto", adapter: str | None = None):
         check_name("--adapter", adapter)
     device = usable_device(device)
     try:
-        model = load_causal_lm(name, dtype=torch.float32)
+        model = load_causal_lm(name, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
         tokenizer = load_tokenizer(name, model)
     except (OSError, ValueError) as error:
         raise UserError(f"--model: cannot load {name}: {one_line(error)}") from error

@@ -36,9 +36,7 @@ def text_rows(tokenizer, texts: Sequence[str], length: int, max_tokens: int | No
     return _enough(rows, max_tokens)
 
 
-def measure_perplexity(
-    model, rows: "Sequence[Row]", reader, chunk: int, batch_size: int, precision: str = "float32"
-) -> dict:
+def measure_perplexity(model, rows: "Sequence[Row]", reader, chunk: int, batch_size: int) -> dict:
     """`cross_entropy`, `perplexity`, `tokens`, `by_position` and `tokens_per_second` of rows of any lengths.
 
     Args:
@@ -46,7 +44,6 @@ def measure_perplexity(
         reader: the [`support.rows.RowReader`] that makes inputs of them.
         chunk: tokens per call of the model in rows longer than this.
         batch_size: rows per call.
-        precision: "float32", or "bf16" for autocast.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -66,10 +63,9 @@ def measure_perplexity(
                 name: pad_sequence([torch.as_tensor(row[place]).long() for row in batch], True, padding)
                 for place, (name, padding) in enumerate((("input_ids", 0), ("labels", -100)))
             }
-            with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16"):
-                for first, losses, targets in stream_losses(model, **reader(columns), chunk=chunk):
-                    positions.add(first, losses, targets)
-                    bar.update(min(targets.numel(), bar.total - bar.n))
+            for first, losses, targets in stream_losses(model, **reader(columns), chunk=chunk):
+                positions.add(first, losses, targets)
+                bar.update(min(targets.numel(), bar.total - bar.n))
     seconds = time.perf_counter() - started
     speed = round(sum(len(row[0]) for row in rows) / seconds, 1)
     return {**positions.total(), "by_position": positions.table(), "tokens_per_second": speed}

@@ -44,7 +44,7 @@ class Runner:
     Args:
         model: a causal language model in evaluation mode.
         tokenizer: its tokenizer.
-        options: of evaluate_model.py: `chunk`, `batch_size` and `precision` of the model's calls, `samples` (examples per
+        options: of evaluate_model.py: `chunk` and `batch_size` of the model's calls, `samples` (examples per
             cell), the `language` of passkeys, and the `seed`, the same for all cells, so that they ask about the same
             numbers and people.
         file: keeps the finished cells, so that a task that was killed goes on where it was; delete it in the end.
@@ -217,7 +217,6 @@ def constant_guesses(seed: int) -> dict[str, dict]:
 
 def _ask(runner: Runner, examples: Iterable[Example]) -> list[Answer]:
     """The answers to examples, batch by batch; a UserError where one is longer than the model reaches."""
-    import torch
     from tqdm import tqdm
 
     answers, options = [], runner.options
@@ -225,8 +224,7 @@ def _ask(runner: Runner, examples: Iterable[Example]) -> list[Answer]:
     progress = functools.partial(tqdm, desc="reading", unit="chunk", leave=False, delay=1)  # of long texts
     while batch := list(itertools.islice(examples, options.batch_size)):
         check_length(runner.model.config, max(len(example.tokens) for example in batch))
-        with torch.autocast(runner.model.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
-            answers += (runner.score or score_answers)(runner.model, batch, options.chunk, progress)
+        answers += (runner.score or score_answers)(runner.model, batch, options.chunk, progress)
     return answers
 
 

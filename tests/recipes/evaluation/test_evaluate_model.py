@@ -27,9 +27,9 @@ def evaluate(tmp_path, *options) -> dict:
     return json.loads((tmp_path / "evaluation.json").read_text(encoding="utf-8"))
 
 
-def naive_cross_entropy(folder, rows) -> tuple[float, int]:
+def naive_cross_entropy(folder, rows, dtype="float32") -> tuple[float, int]:
     """Over all tokens but each row's first and the special ones, and how many that are."""
-    model, losses = AutoModelForCausalLM.from_pretrained(folder).eval(), []
+    model, losses = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), []
     special = AutoTokenizer.from_pretrained(folder).all_special_ids
     for row in rows:
         with torch.no_grad():
@@ -84,6 +84,9 @@ def test_joined_documents_far_beyond_the_trained_context(model_and_data, tmp_pat
     expected, tokens = naive_cross_entropy(folder, [stream[start : start + 100] for start in (0, 100, 200)])
     assert (found["rows"], found["complete_rows"], found["tokens"]) == (3, 3, tokens)
     assert found["cross_entropy"] == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
+    in_bfloat16 = evaluate(tmp_path, "--model", folder, *options, "--precision", "bf16")["cross_entropy"]
+    rounded, _ = naive_cross_entropy(folder, [stream[start : start + 100] for start in (0, 100, 200)], "bfloat16")
+    assert in_bfloat16 == pytest.approx(rounded, abs=abs(rounded - expected) / 4)  # nearer to these weights than to float32's
 
 
 def test_what_is_refused(model_and_data, base, tmp_path, capsys):
