@@ -118,9 +118,9 @@ def _observed(
         # The others are sinks, or seen by no query that counts
         counted = slice(config.sink_tokens, tokens - distance)
         width = len(sums[name]) - 1 - len(targets)
-        inputs, targets = inputs[0, counted, :width].cpu(), targets[:, counted].T.cpu()
-        together = torch.cat([inputs, inputs.new_ones(len(inputs), 1), targets.to(inputs)], 1).double()
-        sums[name] += together.T @ together
+        inputs, targets = inputs[0, counted, :width], targets[:, counted].T
+        together = torch.cat([inputs, inputs.new_ones(len(inputs), 1), targets.to(inputs)], 1).float()
+        sums[name] += (together.T @ together).cpu()  # where the model is, of one row; rows add up in float64
         return output, None, None
 
     try:
