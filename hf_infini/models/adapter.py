@@ -88,20 +88,22 @@ def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
     _write_memory(folder, *_memory_of(model, dtype))
 
 
-def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None, **hub):
+def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None, keep_score: str | None = None, **hub):
     """Gives a plain model the memories of [`save_adapter`], in place, and PEFT's adapter, if there is one.
 
     Args:
         model: the plain model of the adapter; or one whose weights differ a little, as quantized ones do: a warning says so.
         path: a folder, or a name on the Hub.
         kept_tokens: how many tokens a head keeps on average, by the same scores; `None`: as many as when it was saved.
+        keep_score: "learned" or "half", which both take the fitted scores; `None`: as when it was saved.
         hub: `revision`, `token`, … of a name on the Hub.
 
     Returns:
         The model, or PEFT's wrapper around it, whose `merge_and_unload()` gives the model with the adapter in its weights.
 
     Raises:
-        ValueError: the adapter belongs to another model, which stays as it was; or a file does not fit: reload the model.
+        ValueError: the adapter belongs to another model, or has no such scores, and the model stays as it was; or a file does
+            not fit: reload the model.
         OSError: a file is missing.
     """
     if not isinstance(model, PreTrainedModel):
@@ -109,7 +111,10 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
     record = read_record(path, **hub)
     _check_model(path, describe(model), record["model"])
     config, options = _peft_config(path, hub), without_removed(record["options"])
-    adapted = patch_model(model, **options if kept_tokens is None else options | {"kept_tokens": kept_tokens})
+    if keep_score is not None and "attention" in (keep_score, options.get("keep_score", "attention")):
+        raise ValueError(f"keep_score={keep_score!r}: an adapter with fitted scores can be put on with 'learned' or 'half'.")
+    given = {"kept_tokens": kept_tokens, "keep_score": keep_score}
+    adapted = patch_model(model, **options | {name: value for name, value in given.items() if value is not None})
     if config is not None:
         from peft import get_peft_model
 

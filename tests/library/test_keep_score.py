@@ -111,7 +111,7 @@ def test_shares_are_of_few_sizes():
 
 def test_it_is_saved_and_put_on_as_an_adapter(tmp_path):
     model = decoder("llama")
-    plain, other = copy.deepcopy(model), copy.deepcopy(model)
+    plain, other, third, fourth = (copy.deepcopy(model) for _ in range(4))
     patch_model(model, **WINDOW, keep_score="half")
     fit_keep_score(model, rows_of(), distance=DISTANCE, progress=False)
     save_adapter(model, tmp_path)
@@ -121,6 +121,14 @@ def test_it_is_saved_and_put_on_as_an_adapter(tmp_path):
         assert torch.equal(load_adapter(plain, tmp_path)(ids).logits, model(ids).logits)
         # With another number: so many that nothing is lost. Logits in float32, summed in another order
         assert torch.allclose(load_adapter(other, tmp_path, kept_tokens=70)(ids).logits, everything, rtol=1e-4, atol=1e-4)
+        learned = load_adapter(third, tmp_path, keep_score="learned")
+        assert learned.config.keep_score == "learned" and learned.config.kept_shares == model.config.kept_shares
+        for layer, wanted in zip(*(memory_layers(one).values() for one in (learned, model)), strict=True):
+            assert torch.equal(layer.keep_weight, wanted.keep_weight)
+        assert not torch.equal(learned(ids).logits, model(ids).logits)
+    with pytest.raises(ValueError, match="keep_score='attention': an adapter with fitted scores can be put on with"):
+        load_adapter(fourth, tmp_path, keep_score="attention")
+    assert type(fourth) is type(decoder("llama"))
 
 
 @pytest.mark.parametrize(
