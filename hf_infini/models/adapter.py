@@ -102,8 +102,8 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
         The model, or PEFT's wrapper around it, whose `merge_and_unload()` gives the model with the adapter in its weights.
 
     Raises:
-        ValueError: the adapter belongs to another model, or has no such scores, and the model stays as it was; or a file does
-            not fit: reload the model.
+        ValueError: the adapter belongs to another model, or has no such scores, and the model stays as it was; or a file
+            does not fit: reload the model.
         OSError: a file is missing.
     """
     if not isinstance(model, PreTrainedModel):

@@ -17,8 +17,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
     Trainer,
     TrainingArguments,
 )
@@ -184,13 +182,13 @@ def test_the_models_of_the_repository_are_as_published(folder, tmp_path):
 @pytest.mark.parametrize("folder", ADAPTERS, ids=lambda folder: folder.name)
 def test_the_adapters_of_the_repository_fit_models_of_their_sizes(folder, monkeypatch):
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 12e6
-    assert ModelCard.load(folder / "README.md").data.base_model.startswith("HuggingFaceTB/SmolLM2-135M")
     described = json.loads((folder / RECORD).read_text("utf-8"))["model"]
-    assert described["model_type"] == "llama"
-    sizes = {"hidden_size": described["width"], "num_hidden_layers": described["layers"]}
-    sizes |= {"num_attention_heads": described["heads"]}
-    config = LlamaConfig(vocab_size=99, intermediate_size=32, num_key_value_heads=3, **sizes)
-    plain = LlamaForCausalLM(config)
+    heads = load_file(folder / "infini_adapter.safetensors")["0.keep_weight"].shape[0]  # of keys and values
+    names = {"llama": "HuggingFaceTB/SmolLM2-135M-Instruct", "qwen2": "Qwen/Qwen2.5-Coder-1.5B-Instruct"}
+    assert ModelCard.load(folder / "README.md").data.base_model == names[described["model_type"]]
+    sizes = {"hidden_size": described["width"], "num_hidden_layers": described["layers"], "num_key_value_heads": heads}
+    sizes |= {"num_attention_heads": described["heads"], "vocab_size": 99, "intermediate_size": 32}
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(described["model_type"], **sizes))
     with pytest.raises(ValueError, match="was trained with another model: its weights are others"):
         load_adapter(plain, folder)
     monkeypatch.setattr(memory_adapter, "describe", lambda model: described)

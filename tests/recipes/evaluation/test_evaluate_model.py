@@ -86,7 +86,7 @@ def test_joined_documents_far_beyond_the_trained_context(model_and_data, tmp_pat
     assert found["cross_entropy"] == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
     in_bfloat16 = evaluate(tmp_path, "--model", folder, *options, "--precision", "bf16")["cross_entropy"]
     rounded, _ = naive_cross_entropy(folder, [stream[start : start + 100] for start in (0, 100, 200)], "bfloat16")
-    assert in_bfloat16 == pytest.approx(rounded, abs=abs(rounded - expected) / 4)  # nearer to these weights than to float32's
+    assert in_bfloat16 == pytest.approx(rounded, abs=abs(rounded - expected) / 4)  # nearer to that than to float32's
 
 
 def test_what_is_refused(model_and_data, base, tmp_path, capsys):
