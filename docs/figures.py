@@ -150,29 +150,29 @@ def recall() -> bytes:
     from recall.tasks import wilson_interval
 
     text = (Path(__file__).parent / "notes" / "kept-tokens.md").read_text(encoding="utf-8")
-    rows = [[cell.strip(" *") for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:2] == "| "]
-    sizes = {name: cells[0] for name, *cells in rows if len(cells) == 1}  # of a cache, in MiB
+
+    def rows_of(section: str) -> dict[str, list[str]]:
+        part = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+        rows = [[cell.strip(" *") for cell in line.strip("| ").split("|")] for line in part.splitlines() if line[:2] == "| "]
+        return {name: cells for name, *cells in rows}
+
+    found, sizes = rows_of("Hidden numbers"), rows_of("Cost")
     ways = {
-        "all tokens: grows": ["all tokens; the same other numbers"],
-        "window and sinks": ["512: window and sinks", "1,024: window and sinks"],
-        "252 of 512 tokens kept by the learned score": ["512: 252 kept by the learned score, [by shares]"],
+        "all tokens: grows": "all tokens",
+        "window and sinks": "512: window and sinks",
+        "252 of 512 tokens kept by the learned score": "512: 252 kept by the learned score",
+        "half of the 252 by attention": "512: 252 kept, half by each score",
     }
     figure, panels = new_figure("Hidden numbers found over the size of the cache", "", 1, 2, (WIDTH, 3.3), sharey=True)
-    for axes, column, length in zip(panels.flat, (1, 3), ("2,048", "8,192"), strict=True):
-        for number, (way, names) in enumerate(ways.items()):
-            points = []
-            for name in names:
-                # Rows of numbers and of sizes begin alike: "512: 252 kept"
-                size = next(size for cache, size in sizes.items() if name[:9] == cache[:9])
-                grown = re.search(rf"(\d+) after {length}", size)
-                own = [row for row in rows if row[0].partition("(")[0] == name and len(row) == 4]
-                counts = [int(row[column].split()[0].strip("*")) for row in own]
-                ends = wilson_interval(sum(counts), 40 * len(counts))  # 40 in each language
-                shares = [100 * share for share in (sum(counts) / (40 * len(counts)), *ends)]
-                points.append([float(grown[1] if grown else size.split(",")[0]), *shares])
-            x, share, low, high = zip(*points, strict=True)
-            draw_line(axes, x, share, way, **style_of(number))
-            axes.vlines(x, low, high, color=style_of(number)["color"], linewidth=1.2)
+    for axes, columns, length in zip(panels.flat, ((0, 2), (1, 3)), ("2,048", "8,192"), strict=True):
+        for number, (way, name) in enumerate(ways.items()):
+            (size,) = next(cells for cache, cells in sizes.items() if cache.startswith(name))
+            grown = re.search(rf"(\d+) after {length}", size)
+            mebibytes = float(grown[1] if grown else size)
+            correct = sum(int(re.match(r"\**(\d+)", found[name][column])[1]) for column in columns)  # of 40 in each language
+            share, low, high = (100 * part for part in (correct / 80, *wilson_interval(correct, 80)))
+            draw_line(axes, [mebibytes], [share], way, **style_of(number))
+            axes.vlines(mebibytes, low, high, color=style_of(number)["color"], linewidth=1.2)
         set_log_scale(axes.xaxis, [10, 200])
         axes.set(xlabel="cache, MiB", xlim=(9, 250), ylim=(0, 103))
         set_panel_title(axes, f"SmolLM2-135M, texts of {length} tokens")
