@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     contestants = caches.parts_of(model.config) if options.attribute else contestants_of(options)
     texts = read_texts(options) if options.source else None
     read = [path for path in (options.model, options.adapter, options.text) if path is not None and Path(path).exists()]
-    identity = {**vars(options), "out": None, "files": [state_of_files(path) for path in read]}
+    identity = {**vars(options), "out": None, "dtype": str(model.dtype), "files": [state_of_files(path) for path in read]}
     measure = caches.MEASURES[options.task]
     runner = Runner(model, tokenizer, options, Path(f"{options.out}.cells.json"), identity)
 

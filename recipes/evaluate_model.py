@@ -183,7 +183,7 @@ def runner(options: Options, model, tokenizer, name: str):
     folders, patterns = filter(None, [options.model, options.adapter]), ("config.json", "*.safetensors")
     files = [file for folder in folders for pattern in patterns for file in sorted(Path(folder).glob(pattern))]
     files += [source_file(options)] if options.source else []
-    identity = {key: value for key, value in vars(options).items() if key != "out"}
+    identity = {key: value for key, value in vars(options).items() if key != "out"} | {"dtype": str(model.dtype)}
     identity["files"] = [state_of_files(str(file)) for file in files]
     return Runner(model, tokenizer, options, Path(f"{name}.cells.json"), identity)
 

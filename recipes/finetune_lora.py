@@ -89,8 +89,7 @@ def main(argv: list[str] | None = None) -> None:
                         "prepare it with a longer --context")  # fmt: skip
     trained = train(options, identity, model, tokenizer, rows)
 
-    settings = types.SimpleNamespace(length=length, rows=options.rows, count_from=places, chunk=length, batch_size=1,
-                                     precision="bf16")  # fmt: skip
+    settings = types.SimpleNamespace(length=length, rows=options.rows, count_from=places, chunk=length, batch_size=1)
     runner = types.SimpleNamespace(model=inside_of(trained), tokenizer=tokenizer, options=settings)
     found: dict[str, list[dict]] = {folder: [] for folder in held_out}
     for way, cache in (("kept", places), ("window", places), ("plain", None)):
@@ -100,7 +99,9 @@ def main(argv: list[str] | None = None) -> None:
             off = trained.disable_adapter() if when == "before" else contextlib.nullcontext()
             with off, caches.bounded(runner.model, None, way, cache):
                 for folder, documents in held_out.items():
-                    found[folder].append({"way": f"{way}, {when}", "cache": cache, **caches.nats(runner, documents)})
+                    with torch.autocast(runner.model.device.type, torch.bfloat16):  # as it was trained
+                        nats = caches.nats(runner, documents)
+                    found[folder].append({"way": f"{way}, {when}", "cache": cache, **nats})
     for folder, contestants in found.items():
         above = caches.summarize_nats([contestants[3], contestants[1]])[1]["above"]
         print(f"{folder}\n\n{caches.nats_table(contestants)}\n")

@@ -95,7 +95,7 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
         model: the plain model of the adapter; or one whose weights differ a little, as quantized ones do: a warning says so.
         path: a folder, or a name on the Hub.
         kept_tokens: how many tokens a head keeps on average, by the same scores; `None`: as many as when it was saved.
-        keep_score: "learned" or "half", which both take the fitted scores; `None`: as when it was saved.
+        keep_score: "learned" or "half", which take each other's scores; `None`: as when it was saved.
         hub: `revision`, `token`, … of a name on the Hub.
 
     Returns:
@@ -111,8 +111,9 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
     record = read_record(path, **hub)
     _check_model(path, describe(model), record["model"])
     config, options = _peft_config(path, hub), without_removed(record["options"])
-    if keep_score is not None and "attention" in (keep_score, options.get("keep_score", "attention")):
-        raise ValueError(f"keep_score={keep_score!r}: an adapter with fitted scores can be put on with 'learned' or 'half'.")
+    saved = options.get("keep_score", "attention")
+    if keep_score not in (None, saved) and "attention" in (keep_score, saved):
+        raise ValueError(f"the adapter was saved with keep_score={saved!r}: only 'learned' and 'half' share scores.")
     given = {"kept_tokens": kept_tokens, "keep_score": keep_score}
     adapted = patch_model(model, **options | {name: value for name, value in given.items() if value is not None})
     if config is not None:

@@ -120,7 +120,8 @@ def _observed(
         width = len(sums[name]) - 1 - len(targets)
         inputs, targets = inputs[0, counted, :width], targets[:, counted].T
         together = torch.cat([inputs, inputs.new_ones(len(inputs), 1), targets.to(inputs)], 1).float()
-        sums[name] += (together.T @ together).cpu()  # where the model is, of one row; rows add up in float64
+        with torch.autocast(together.device.type, enabled=False):  # where the model is, of one row; rows add up in float64
+            sums[name] += (together.T @ together).cpu()
         return output, None, None
 
     try:

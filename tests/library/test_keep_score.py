@@ -126,7 +126,7 @@ def test_it_is_saved_and_put_on_as_an_adapter(tmp_path):
         for layer, wanted in zip(*(memory_layers(one).values() for one in (learned, model)), strict=True):
             assert torch.equal(layer.keep_weight, wanted.keep_weight)
         assert not torch.equal(learned(ids).logits, model(ids).logits)
-    with pytest.raises(ValueError, match="keep_score='attention': an adapter with fitted scores can be put on with"):
+    with pytest.raises(ValueError, match="saved with keep_score='half': only 'learned' and 'half' share scores"):
         load_adapter(fourth, tmp_path, keep_score="attention")
     assert type(fourth) is type(decoder("llama"))
 
