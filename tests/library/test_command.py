@@ -261,15 +261,17 @@ def test_errors_are_one_line(words, message, folders, run):
 def test_every_command_of_the_page_runs(folders, run, tmp_path, monkeypatch):
     """With a small model and text in the place of the page's."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "book.txt").write_text(TEXT, encoding="utf-8")
+    for name in ("book.txt", "page.txt"):
+        (tmp_path / name).write_text(TEXT, encoding="utf-8")
+    run("fit", folders["plain"], "book.txt", "--out", "model_cards/qwen2.5_coder_1.5b", "--kept-tokens", 24)
     page = (ROOT / "docs" / "ask.md").read_text("utf-8")
     blocks = re.findall(r"```(?:bash|text)\n(.*?)```", page, re.DOTALL)
     commands = [line.removeprefix("$ ") for line in "".join(blocks).replace("\\\n", "").splitlines() if "hf-infini " in line]
     known = {one.name or one.callback.__name__ for one in command.app.registered_commands}
     assert {line.split()[1] for line in commands} == known - {"demo"}
     for line in commands:
-        words = ["PLAIN" if word.endswith("Instruct") else word for word in shlex.split(line)[1:]]
-        run(*(folders["plain"] if word == "PLAIN" else word for word in words), typed="Who?\n")
+        name, _, *words = shlex.split(line)[1:]
+        run(name, folders["plain"], *words, typed="Who?\n")
 
 
 def test_it_is_installed_with_the_package():
