@@ -101,7 +101,8 @@ def sample_text() -> str:
     draw = random.Random(0)
     syllables = [first + second for first in "bcdfghjklmnpqrstvwxyz" for second in "aeiou"]
     words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(500)]
-    lines = (f"{draw.choice(words).title()} {draw.choice(words)}{draw.choice(',.;:?!-_()')}" for _ in range(3000))
+    verses = (" ".join(draw.choices(words, k=6)) for _ in range(1100))  # lines as long as Shakespeare's
+    lines = (f"{verse.capitalize()}{draw.choice(',.;:?!-_()')}" for verse in verses)
     return "To be, or not to be\n" + "\n".join(lines)
 
 

@@ -33,7 +33,7 @@ variants:
   letters: {attention: self, data: {fraction: 0.6, tokenizer: characters}}
   nowhere: {attention: self, data: {tokenizer: no/such_tokenizer}}
   odd: {n_head: 3}
-evaluate: {long: {length: 512, min_characters: 300, device: cpu}}
+evaluate: {long: {length: 512, min_characters: 500, device: cpu}}
 """
 
 
