@@ -119,7 +119,8 @@ def _observed(
         counted = slice(config.sink_tokens, tokens - distance)
         width = len(sums[name]) - 1 - len(targets)
         inputs, targets = inputs[0, counted, :width], targets[:, counted].T
-        together = torch.cat([inputs, inputs.new_ones(len(inputs), 1), targets.to(inputs)], 1).float()
+        together = torch.cat([inputs, inputs.new_ones(len(inputs), 1), targets.to(inputs)], 1)
+        together = together.to(torch.promote_types(together.dtype, torch.float32))
         with torch.autocast(together.device.type, enabled=False):  # where the model is, of one row; rows add up in float64
             sums[name] += (together.T @ together).cpu()
         return output, None, None
