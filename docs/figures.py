@@ -169,7 +169,7 @@ def recall() -> bytes:
             (size,) = next(cells for cache, cells in sizes.items() if cache.startswith(name))
             grown = re.search(rf"(\d+) after {length}", size)
             mebibytes = float(grown[1] if grown else size)
-            correct = sum(int(re.match(r"\**(\d+)", found[name][column])[1]) for column in columns)  # of 40 in each language
+            correct = sum(int(re.match(r"\d+", found[name][column])[0]) for column in columns)  # of 40 in each language
             share, low, high = (100 * part for part in (correct / 80, *wilson_interval(correct, 80)))
             draw_line(axes, [mebibytes], [share], way, **style_of(number))
             axes.vlines(mebibytes, low, high, color=style_of(number)["color"], linewidth=1.2)
