@@ -177,16 +177,6 @@ class MemoryOptions(ConfigBase):
 
 
 MEMORY_OPTIONS = tuple(field.name for field in fields(MemoryOptions))
-# Options that earlier versions had, each with the one value that means what is left
-REMOVED = {"denominator": "separate", "memory_init": "zeros", "n_segments": None}
-
-
-def without_removed(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a file, without those that have gone; ValueError where one had a value that means nothing any more."""
-    for name, value in REMOVED.items():
-        if options.get(name, value) != value:
-            raise ValueError(f"{name}={options[name]!r} was an option of an earlier version and has gone: train without it.")
-    return {name: value for name, value in options.items() if name not in REMOVED}
 
 
 def context_limit(config) -> int | None:

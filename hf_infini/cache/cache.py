@@ -260,8 +260,7 @@ class InfiniCache(Cache):
                 layer.update(own["keys"], own["values"])
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.cumulative_length = columns
-        known = ("text_end", "documents")  # earlier versions know more of the text
-        cache.text = {name: tensors[name].to(device_of(model)) for name in known if name in tensors}
+        cache.text = {name: part.to(device_of(model)) for name, part in tensors.items() if not name.startswith("layers.")}
         return cache
 
 

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..ops.checks import check_kinds
-from ..options import REMOVED
 
 FORMAT_VERSION = 2
 # The only key of the metadata: several would be written in an order that differs from process to process
@@ -130,7 +129,7 @@ def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
 def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
     """MemoryFileError, naming what differs, unless a record is of this model; options unknown to it had their defaults."""
     config: Any = model.config
-    defaults = {field.name: field.default for field in fields(config)} | REMOVED
+    defaults = {field.name: field.default for field in fields(config)}
     written, given = (defaults | side["config"] | side for side in (record["model"], describe_model(model)))
     names = sorted(name for name in {*written, *given} - {"config"} if written.get(name) != given.get(name))
     names = [name for name in names if name != "weights_sha256"] or names  # they differ with the options

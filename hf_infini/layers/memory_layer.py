@@ -307,7 +307,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
                 f"heads and their width are {found}, and its configuration says {self.head_counts}."
             )
         places = slice(1, 1 + query.shape[2])
-        query, key = options.compared_queries(query, places), options.compared_keys(key, places)
+        query, key = options.compared(query, places), options.compared(key, places)
         query, key, value = (part[:, None] for part in (query, key, value))  # one segment
         return window_attention(query, key, value, None, options)[0][:, 0], None
 

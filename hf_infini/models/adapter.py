@@ -22,7 +22,6 @@ from transformers.utils import cached_file
 from ..compat.class_lookups import PREFIX
 from ..compat.peft_saving import UnsavedMemoryWarning, with_saving
 from ..layers.memory_layer import PARAMETERS, gates_of, memory_layers
-from ..options import without_removed
 from .base import InfiniPreTrainedMixin
 from .patching import patch_model
 from .structure import inside_of
@@ -110,7 +109,7 @@ def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None
         raise ValueError(f"an adapter of a memory is put on a plain model of transformers; got a {type(model).__name__}.")
     record = read_record(path, **hub)
     _check_model(path, describe(model), record["model"])
-    config, options = _peft_config(path, hub), without_removed(record["options"])
+    config, options = _peft_config(path, hub), record["options"]
     saved = options.get("keep_score", "attention")
     if keep_score not in (None, saved) and "attention" in (keep_score, saved):
         raise ValueError(f"the adapter was saved with keep_score={saved!r}: only 'learned' and 'half' share scores.")
@@ -169,14 +168,13 @@ def describe(model) -> dict:
 
 def _check_model(path, found: dict, wanted: dict) -> None:
     """ValueError where the model `found` is not the `wanted` one of an adapter; a warning where weights differ a little."""
-    wanted = {"signs": None, **wanted}  # which earlier versions did not write
     if different := [name for name in found if name not in ("weights", "signs") and found[name] != wanted[name]]:
         names = "; ".join(f"{name} is {found[name]!r}, not {wanted[name]!r}" for name in different)
         raise ValueError(f"the adapter of {path} was trained with another model: {names}.")
     if found["weights"] == wanted["weights"]:
         return
-    share = sum(map(operator.ne, found["signs"], wanted["signs"] or "")) / SIGNS
-    if wanted["signs"] is None or share > MOST_SIGNS:
+    share = sum(map(operator.ne, found["signs"], wanted["signs"])) / SIGNS
+    if share > MOST_SIGNS:
         raise ValueError(f"the adapter of {path} was trained with another model: its weights are others.")
     warnings.warn(
         f"the weights differ a little from those that the adapter of {path} was trained with ({share:.0%} of the signs that "

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from ..compat.hub_code import HubConfigMixin
 from ..ops.rules import RULES
-from ..options import MemoryOptions, check_number, without_removed
+from ..options import MemoryOptions, check_number
 
 
 def checked(config_class: type) -> type:
@@ -45,8 +45,7 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
             return cls.own_class.from_dict(config_dict, **kwargs)
         options = (cls.__dataclass_fields__.keys() | cls.attribute_map.keys()) - PreTrainedConfig.__dataclass_fields__.keys()
         given = {name: kwargs.pop(name) for name in options & kwargs.keys()}
-        replaced = {"model_type", "n_segments"} if "segment_length" in given else {"model_type"}
-        values = {name: value for name, value in config_dict.items() if name not in replaced} | given
+        values = {name: value for name, value in config_dict.items() if name != "model_type"} | given
         found = super().from_dict(values, **kwargs)
         if kind == cls.own_class.model_type:  # its model compares the layers once they are loaded
             (found[0] if isinstance(found, tuple) else found).__dict__["_from_other_type"] = True
@@ -67,9 +66,6 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
 
     def __post_init__(self, **kwargs):
         """Checks numbers before anything is computed of them."""
-        segments = kwargs.get("n_segments")  # files of earlier versions may have this in the place of the length
-        if segments and self.segment_length is None and self.max_position_embeddings % segments == 0:
-            self.segment_length = self.max_position_embeddings // kwargs.pop("n_segments")
         for entry in dataclasses.fields(self):
             check_number(entry.name, getattr(self, entry.name), entry.metadata)
-        super().__post_init__(**without_removed(kwargs))
+        super().__post_init__(**kwargs)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_arguments, check_kinds
-from .kept import KeptInGrid, choosable_segments, first_scores, with_kept, with_sinks_before
+from .kept import KeptInGrid, choosable_segments, first_scores, sinks_before_kept, with_kept
 from .layout.base import GridLayout
 from .layout.build import segment_layout
 from .memory import EPS
@@ -56,7 +56,6 @@ def infini_attention(
     turn: Callable = rotate,
     scaling: float | None = None,
     softcap: float | None = None,
-    query_weight: Tensor | None = None,
     dropout: float = 0.0,
     eps: float = EPS,
 ) -> Tensor | tuple[Tensor, InfiniState]:
@@ -89,7 +88,6 @@ def infini_attention(
         turn: the function that turns states by the tables' rows for their places, with tables to match.
         scaling: of the local dot products; by default `head_dim ** -0.5`.
         softcap: local scores s become `softcap * tanh(s / softcap)`; by default they stay.
-        query_weight: `[heads, head_dim, head_dim]`, what the window's queries are multiplied by, after they are turned.
         dropout: probability of dropping a local attention weight.
         eps: added to the denominator of equation 3; by the gated delta rule to the squared length of a query or a key.
 
@@ -104,11 +102,11 @@ def infini_attention(
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
     rule = memory_rule(update_rule, feature_map=feature_map, keep_score=keep_score, eps=eps)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
-    check_arguments(query, key, value, gate, log_weight, learned_score, query_weight, rule, window, rotary, **numbers)
+    check_arguments(query, key, value, gate, log_weight, learned_score, rule, window, rotary, **numbers)
     tokens = Projections(query, key, value, log_weight, learned_score)
     masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
     layout = segment_layout(query.shape[0], query.shape[2], *window, **masks, state=state, device=query.device)
-    softmax = ScoreOptions(scaling, dropout, softcap=softcap, rotary=rotary, turn=turn, query_weight=query_weight)
+    softmax = ScoreOptions(scaling, dropout, softcap=softcap, rotary=rotary, turn=turn)
     if state is None:
         state = InfiniState.initial(key, value, *window, rule=rule, weighted=log_weight is not None)
     output, new_state, _ = attend(AttentionCall(tokens, gate, layout, rule, softmax, state, return_state))
@@ -129,51 +127,77 @@ def attend(call: AttentionCall) -> Attended:
 
 def attend_grid(call: AttentionCall) -> Attended:
     """[`attend`] for any call but one of a token per row."""
-    tokens, gate, layout, rule, softmax, state, return_state, _ = call
-    sinks, keeping = layout.sink_tokens, None
-    if layout.most_kept or (layout.kept_tokens and return_state):
-        keeping = KeptInGrid(tokens, layout, rule, state)
-    size = _group_size(layout, tokens.key)
+    tokens, gate, layout, rule, softmax, *_ = call
+    keeping, outputs, all_weights, after = keeping_of(call), [], [], None
+    for queries, (compared, keys, mask), values, seen, filled, before, after in groups(call, keeping):  # noqa: B007
+        if seen is not None:
+            keys, values, mask = with_kept(keys, values, mask, seen, layout, softmax)
+        local, weights = window_attention(compared, keys, values, mask, softmax)
+        all_weights.append(weights)
+        with torch.autocast(tokens.key.device.type, enabled=False):
+            outputs.append(rule.mix(local, queries, before, gate, filled).transpose(2, 3))
+    output = layout.from_grid(outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
+    weights = _weights_per_token(torch.cat(all_weights, 1), layout) if softmax.written_out else None
+    return output, state_after(call, keeping, after) if call.return_state else None, weights
+
+
+def groups(call: AttentionCall, keeping: KeptInGrid | None, compare: bool = True) -> Iterator[tuple]:
+    """The segments of the grid, in groups: their queries; [`compared_window`], or, unless `compare`, perhaps `None`; the
+    values of the windows; what they see of what is kept, or `None`; whether the memory has anything for them; the states
+    that they read, and the one after them."""
+    tokens, _, layout, rule, softmax, state, *_ = call
+    size, sinks = _group_size(layout, tokens.key), layout.sink_tokens
     queries_of = layout.to_grid(tokens.query, None).transpose(2, 3).split(size, 1)
     pairs: Any = zip(tokens[1:4], state.windows(), strict=False)  # of keys, values and log weights
-    absent = [None] * len(queries_of)
-    windows_of = [absent if new is None else layout.windows(new, old).split(size, 1) for new, old in pairs]
-    memory, normaliser, dtype = state.memory, state.normaliser, state.memory.dtype
-    outputs, all_weights, begin = [], [], 0
+    windows_of = [[None] * len(queries_of) if new is None else layout.windows(new, old).split(size, 1) for new, old in pairs]
+    after, dtype, begin = (state.memory, state.normaliser), state.memory.dtype, 0
     for queries, *windows in zip(queries_of, *windows_of, strict=True):
         queries, end = queries.contiguous(), begin + queries.shape[1]
         # What leaves the windows while they are seen is what the memory takes in
         leaving: Any = [None if window is None else window[..., sinks : sinks + layout.slots, :] for window in windows]
         written: Any = None if layout.writes_all else layout.written[:, begin:end, None, :, None]
-        keys, values = softmax.compared_keys(windows[0], layout.key_places()), windows[1]
-        compared = softmax.compared_queries(queries, layout.query_places)
-        mask, left = layout.window_mask(begin, end), layout.left[:, begin:end]
+        compared = seen = None
+        if compare or (keeping is not None and keeping.sees):
+            compared = compared_window(queries, windows[0], layout, softmax, begin, end)
         if keeping is not None:
-            kept = left.clamp(max=layout.kept_tokens)
-            keys = with_sinks_before(keys, windows[0], layout, kept, softmax)
-            keeping.see(compared, keys, mask, begin, end, softmax)
+            keeping.see(compared, begin, end, softmax)
             seen, evicted = keeping.choose(leaving, begin, end)
-            keys, values, mask = with_kept(keys, values, mask, seen, layout, softmax)
             leaving, written = evicted[:3], evicted.position >= 0
-        local, weights = window_attention(compared, keys, values, mask, softmax)
-        all_weights.append(weights)
-        filled = (left > layout.kept_tokens)[:, :, None, None, None]
         with torch.autocast(tokens.key.device.type, enabled=False):
             parts = rule.written(leaving[0].to(dtype), leaving[1].to(dtype), leaving[2], written)
-            before, (memory, normaliser) = rule.states(parts, memory, normaliser, layout.continues(begin, end))
-            outputs.append(rule.mix(local, queries, before, gate, filled).transpose(2, 3))
+            before, after = rule.states(parts, *after, layout.continues(begin, end))
+        filled = (layout.left[:, begin:end] > layout.kept_tokens)[:, :, None, None, None]
+        yield queries, compared, windows[1], seen, filled, before, after
         begin = end
-    output = layout.from_grid(outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
-    weights = _weights_per_token(torch.cat(all_weights, 1), layout) if softmax.written_out else None
-    if not return_state:
-        return output, None, weights
+
+
+def keeping_of(call: AttentionCall) -> KeptInGrid | None:
+    """`None` where nothing is kept while the call is computed, nor asked for after it."""
+    return KeptInGrid(call) if call.layout.most_kept or (call.layout.kept_tokens and call.return_state) else None
+
+
+def compared_window(
+    query: Tensor, key: Tensor, layout: GridLayout, softmax: ScoreOptions, begin: int, end: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Queries `[B, N, H, C, D]` and keys `[B, N, K, W, D]` of the windows of these segments, sinks first, as they are
+    compared, and which see which; without kept tokens."""
+    compared, sinks = softmax.compared(key, layout.key_places()), layout.sink_tokens
+    if layout.kept_tokens and sinks:
+        turned = sinks_before_kept(key[..., :sinks, :], layout, softmax, begin, end)
+        compared = torch.cat([turned, compared[..., sinks:, :]], 3)
+    return softmax.compared(query, layout.query_places), compared, layout.window_mask(begin, end)
+
+
+def state_after(call: AttentionCall, keeping: KeptInGrid | None, memory_and_normaliser: Any) -> InfiniState:
+    """The state after a call that has left these two."""
+    tokens, layout, state = call.tokens, call.layout, call.state
     if keeping is not None:
         tokens, state = keeping.scored(tokens, state)
     state = state.map_windows(lambda window, new: layout.next_window(new, window), tokens)
     state = state if keeping is None else keeping.kept.into(state, layout)
     # Copies, for these are two of many states that the call made, and would keep all of them in memory
-    memory, normaliser = memory.clone(), normaliser.clone()
-    return output, state.after(layout, memory=memory, normaliser=normaliser), weights
+    memory, normaliser = (part.clone() for part in memory_and_normaliser)
+    return state.after(layout, memory=memory, normaliser=normaliser)
 
 
 def _group_size(layout: GridLayout, key: Tensor) -> int:
@@ -221,11 +245,10 @@ def forced_backend(backend: str | Callable[[AttentionCall], Attended]) -> Iterat
 
 
 WIDTHS = (16, 32, 64, 128)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
-    """Whether the kernels of linear.py compute the call; the first reason against it."""
+def _fits_kernels(call: AttentionCall) -> tuple[bool, str]:
+    """Whether the kernels compute the call; the first reason against it."""
     if torch.compiler.is_compiling():  # before anything that a graph would have to follow
         return False, "a graph of torch.compile, which fuses plain torch itself"
     query, key, value = call.tokens[:3]
@@ -234,17 +257,18 @@ def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
         return False, "not on a CUDA device"
     if not isinstance(call.layout, GridLayout):
         return False, "one token for every row"
-    rule, softmax = call.rule, call.softmax
+    softmax = call.softmax
     refused = {
         "triton is not installed": importlib.util.find_spec("triton") is None,
         "code that came with a model has no kernels": not __name__.endswith(".ops.attention"),
-        f"no kernel for update_rule={rule.update_rule!r}": rule.update_rule != "linear",
+        "kernels of this were not compared on a GPU yet; forced_backend('triton') takes them": (
+            not _forced and (call.layout.kept_tokens > 0 or call.rule.update_rule != "linear")
+        ),
         "local weights are returned": softmax.written_out,
-        "no kernel for kept tokens": call.layout.kept_tokens > 0,
         "no kernel for dropout": softmax.dropout > 0,
         "no kernel for softcap": softmax.softcap is not None,
-        "no kernel for query weights beside rotary positions": None not in (softmax.query_weight, softmax.rotary),
-        f"no kernel for {query.dtype}": not {query.dtype, key.dtype, value.dtype} <= set(DTYPES),
+        f"no kernel for {query.dtype}": not {query.dtype, key.dtype, value.dtype}
+        <= {torch.bfloat16, torch.float16, torch.float32},
         f"heads are {query.shape[3]} and {value.shape[3]} wide, not one of {', '.join(map(str, WIDTHS))}": (
             not {query.shape[3], value.shape[3]} <= set(WIDTHS)
         ),
@@ -272,7 +296,7 @@ def _is_step(call: AttentionCall) -> tuple[bool, str]:
 
 # Ways to compute a call, by their names: whether it can compute this one, and why, or why not; and what computes it
 BACKENDS: dict[str, tuple[Callable[[AttentionCall], tuple[bool, str]], Callable[[AttentionCall], Attended]]] = {
-    "triton": (_fits_linear, lambda call: _module("linear").run(call)),
+    "triton": (_fits_kernels, lambda call: _module("attend").run(call)),
     "step": (_is_step, attend_step),
     "grid": (lambda call: (not _is_step(call)[0], "plain torch, in a grid of segments"), attend_grid),
 }

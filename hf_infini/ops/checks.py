@@ -51,9 +51,7 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
     return tuple(ACCEPTED.get(part, part) for part in parts)
 
 
-def check_arguments(
-    query, key, value, gate, log_weight, learned_score, query_weight, rule, window, rotary, **numbers
-) -> None:
+def check_arguments(query, key, value, gate, log_weight, learned_score, rule, window, rotary, **numbers) -> None:
     """ValueError unless these arguments of [`infini_attention`] fit each other, and `numbers` are within [`LIMITS`]."""
     check_window(*window, rotary=rotary)
     for name, number in numbers.items():
@@ -82,7 +80,6 @@ def check_arguments(
         ("gate", gate, (heads,)),
         ("log_weight", log_weight, (batch, kv_heads, tokens, rule.rates)),
         ("learned_score", learned_score, (batch, kv_heads, tokens)),
-        ("query_weight", query_weight, (heads, head_dim, head_dim)),
     ):
         if tensor is not None and tensor.shape != wanted:
             raise ValueError(f"{name} must be {list(wanted)} beside this query, got {list(tensor.shape)}.")

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .layout.base import GridLayout, Layout, pad
-from .memory import KEEP_SCORES, MemoryRule
-from .state import InfiniState, Projections
+from .memory import KEEP_SCORES
+from .state import AttentionCall, InfiniState, Projections
 from .window import ScoreOptions, masked_scores
 
 FADE = 2  # a token that is this times the kept tokens older must have received e times the attention
@@ -95,15 +95,14 @@ def received_attention(query: Tensor, key: Tensor, mask: Tensor, asking: Tensor,
     return (asking.unsqueeze(-2) @ weights).squeeze(-2) / group
 
 
-def with_sinks_before(compared: Tensor, keys: Tensor, layout: GridLayout, kept: Tensor, softmax: ScoreOptions) -> Tensor:
-    """Keys of windows as they are compared, `[B, N, K, W, D]`, whose sinks are turned right before so many kept tokens, `[B,
-    N]`: a window without a gap is that of a plain model; `keys`: the same before any turn."""
-    sinks = layout.sink_tokens
-    if not sinks or softmax.rotary is None:
-        return compared
-    places = (layout.kept_tokens - kept).unsqueeze(-1) + torch.arange(sinks, device=kept.device)  # [B, N, S]
-    turned = softmax.compared_keys(keys[..., :sinks, :].flatten(0, 1), places.flatten(0, 1)).unflatten(0, keys.shape[:2])
-    return torch.cat([turned, compared[..., sinks:, :]], 3)
+def sinks_before_kept(sinks: Tensor, layout: GridLayout, softmax: ScoreOptions, begin: int, end: int) -> Tensor:
+    """Sinks `[B, N, K, S, D]` of segments `begin … end` as they are compared: turned right before the tokens that are kept
+    by then, for a window without a gap is that of a plain model."""
+    if softmax.rotary is None:
+        return sinks
+    kept = layout.left[:, begin:end].clamp(max=layout.kept_tokens)
+    places = (layout.kept_tokens - kept).unsqueeze(-1) + torch.arange(sinks.shape[3], device=kept.device)  # [B, N, S]
+    return softmax.compared(sinks.flatten(0, 1), places.flatten(0, 1)).unflatten(0, sinks.shape[:2])
 
 
 def final_scores(keep_score: str, leaving: Kept, layout: Layout) -> Tensor:
@@ -123,20 +122,20 @@ class KeptInGrid:
     """What is kept while a call goes through the groups of its grid: `kept`, before the group, and then after it; and
     `scores` of the grid's tokens so far, `[B, w + segments, K, C, R]`, of which the first w segments are empty."""
 
-    def __init__(self, tokens: Projections, layout: GridLayout, rule: MemoryRule, state: InfiniState):
-        self.layout, self.rule, self.sees = layout, rule, "attention" in KEEP_SCORES[rule.keep_score]
+    def __init__(self, call: AttentionCall):
+        layout, state, new = call.layout, call.state, call.tokens.score
+        self.layout, self.rule, self.sees = layout, call.rule, "attention" in KEEP_SCORES[call.rule.keep_score]
         self.kept = Kept.of_state(state, layout)
-        new: Any = tokens.score
         scores = layout.to_grid(new, state.local_score).detach().transpose(2, 3)
         self.scores = pad(scores, (0,) * 6 + (layout.local_segments, 0)).clone()
         ones = torch.ones(layout.batch, 1, layout.tokens, 1, dtype=torch.bool, device=scores.device)
         self.asking = layout.to_grid(ones, None)[..., 0, 0]
 
-    def see(self, query: Tensor, key: Tensor, mask: Any, begin: int, end: int, softmax: ScoreOptions) -> None:
-        """Adds what the tokens of the windows receive from the queries of segments `begin … end`, `[B, N, H, C, D]`; `key`:
-        `[B, N, K, W, D]` of sinks and segments, as they are compared."""
+    def see(self, compared: Any, begin: int, end: int, softmax: ScoreOptions) -> None:
+        """Adds what the tokens of these segments' windows receive, where that counts; `compared`: [`compared_window`]."""
         if not self.sees:
             return
+        query, key, mask = compared
         received = received_attention(query, key, mask, self.asking[:, begin:end].unsqueeze(2), softmax)
         received = received[..., self.layout.sink_tokens :].unflatten(-1, (-1, self.layout.slots)).movedim(3, 0)
         for shift, of_segments in enumerate(received):
@@ -176,7 +175,7 @@ def with_kept(
         return keys, values, mask
     seen = seen.map(lambda part: part[..., -most:, :])
     places = slice(layout.ahead - most, layout.ahead)
-    pairs = (softmax.compared_keys(seen.key, places), keys), (seen.value, values)
+    pairs = (softmax.compared(seen.key, places), keys), (seen.value, values)
     keys, values = (torch.cat([part[..., :sinks, :], kept, part[..., sinks:, :]], 3) for kept, part in pairs)
     filled = (seen.position[:, :, :1, None, :, 0] >= 0).expand(-1, -1, -1, mask.shape[3], -1)
     mask = mask.expand(filled.shape[0], -1, -1, -1, -1)

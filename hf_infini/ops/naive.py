@@ -46,7 +46,6 @@ def naive_infini_attention(
     turn: Callable = rotate,
     scaling: float | None = None,
     softcap: float | None = None,
-    query_weight: Tensor | None = None,
     dropout: float = 0.0,
     eps: float = EPS,
 ) -> Tensor | tuple[Tensor, InfiniState]:
@@ -54,13 +53,12 @@ def naive_infini_attention(
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
     rule = memory_rule(update_rule, feature_map=feature_map, keep_score=keep_score, eps=eps)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
-    check_arguments(query, key, value, gate, log_weight, learned_score, query_weight, rule, window, rotary, **numbers)
+    check_arguments(query, key, value, gate, log_weight, learned_score, rule, window, rotary, **numbers)
     check_shapes(query.shape[0], query.shape[2], attention_mask, memory_mask, position_ids)
     if state is None:
         state = InfiniState.initial(key, value, *window, rule=rule, weighted=log_weight is not None)
     (batch, kv_heads, tokens, _), group, dtype = key.shape, query.shape[1] // key.shape[1], query.dtype
-    given = (query, key, value, gate, log_weight, query_weight)
-    query, key, value, gate, log_weight, query_weight = (_widen(part, state) for part in given)
+    query, key, value, gate, log_weight = (_widen(part, state) for part in (query, key, value, gate, log_weight))
     options = SimpleNamespace(rule=RULES[update_rule], feature_map=FEATURE_MAPS[feature_map])
     options.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options.score_names = KEEP_SCORES[keep_score] if kept_tokens else ()
@@ -70,7 +68,6 @@ def naive_infini_attention(
     outputs, states = [], []
     for row, head in itertools.product(range(batch), range(kv_heads)):
         own = slice(head * group, (head + 1) * group)  # the query heads that share this key/value head
-        options.query_weight = None if query_weight is None else query_weight[own]
         reader = _Head(state, row, head, window, options)
         for number in range(tokens):
             if attention_mask is not None and not attention_mask[row, number]:
@@ -152,8 +149,6 @@ class _Head:
         seen = [place for place, held in enumerate(self.places) if held is not None and place >= first]
         keys, values = (torch.stack([getattr(self.places[place], name) for place in seen]) for name in ("key", "value"))
         keys, compared = self.turned(keys, seen), self.turned(query, seen[-1:])
-        if self.of.query_weight is not None:
-            compared = compared @ self.of.query_weight
         scores = (compared @ keys.mT).squeeze(1) * self.of.scaling  # [group, tokens]
         scores = scores if self.of.softcap is None else self.of.softcap * torch.tanh(scores / self.of.softcap)
         if "attention" in self.of.score_names:

@@ -156,8 +156,8 @@ def attend_step(call: AttentionCall) -> Attended:
     state = state.map_windows(lambda window, new: layout.put(window, new, in_place), tokens)
     keys, values, *_ = state.windows()
 
-    query = softmax.compared_queries(tokens.query, layout.slot.unsqueeze(1))
-    seen_keys, seen_values = softmax.compared_keys(keys[:, :, layout.seen], layout.turned), values[:, :, layout.seen]
+    query = softmax.compared(tokens.query, layout.slot.unsqueeze(1))
+    seen_keys, seen_values = softmax.compared(keys[:, :, layout.seen], layout.turned), values[:, :, layout.seen]
     # The heads of a group as queries of one head: all see the same, and no kernel has to repeat the keys
     grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])
     if state.local_score is not None:

@@ -35,22 +35,16 @@ class ScoreOptions:
     # one in position p of a text, for only distances count
     rotary: tuple[Tensor, ...] | None = None
     turn: Callable[..., Tensor] = rotate  # of states `[…, tokens, head_dim]` and their rows of the tables, which broadcast
-    query_weight: Tensor | None = None  # `[heads, head_dim, head_dim]`, what turned queries are multiplied by
 
-    def compared_keys(self, key: Tensor, places: slice | Tensor) -> Tensor:
-        """Keys `[…, tokens, head_dim]` of these places of the window, as they are compared with queries; or `[batch, heads,
+    def compared(self, states: Tensor, places: slice | Tensor) -> Tensor:
+        """Queries or keys `[…, tokens, head_dim]` of these places of the window, as they are compared; or `[batch, heads,
         tokens, head_dim]` with places `[batch, tokens]`."""
         if self.rotary is None:
-            return key
+            return states
         rows = (table[places] for table in self.rotary)
         if isinstance(places, Tensor) and places.dim() == 2:
             rows = (row.unsqueeze(1) for row in rows)
-        return self.turn(key, *rows)
-
-    def compared_queries(self, query: Tensor, places: slice | Tensor) -> Tensor:
-        """Queries `[…, heads, tokens, head_dim]` likewise."""
-        query = self.compared_keys(query, places)
-        return query if self.query_weight is None else query @ self.query_weight.to(query.dtype)
+        return self.turn(states, *rows)
 
     def scaling_of(self, query: Tensor) -> float:
         return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling

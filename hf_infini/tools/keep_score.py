@@ -49,8 +49,8 @@ def fit_keep_score(
         progress: whether a bar is shown.
 
     Raises:
-        ValueError: the model keeps no tokens; a row is not longer than `distance` and its sinks, or has
-            no whole numbers; `distance` is below 1, or `ridge` negative.
+        ValueError: the model keeps no tokens; a row is not longer than `distance` and its sinks, or has no whole numbers;
+            `distance` is below 1, or `ridge` negative.
     """
     check_number("distance", distance, {"at_least": 1})
     check_number("ridge", ridge, {"at_least": 0})

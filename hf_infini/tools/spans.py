@@ -10,11 +10,7 @@ from ..compat.cache_name import CACHE, cache_of
 
 
 def score_spans(
-    model,
-    rows: Sequence,
-    spans: Sequence[tuple[int, int, int]],
-    chunk: int,
-    progress: Callable[[range], Iterable[int]] = iter,
+    model, rows: Sequence, spans: Sequence[tuple[int, int, int]], chunk: int, progress: Callable[[range], Iterable] = iter
 ) -> list[tuple[float, bool]]:
     """How a model predicts parts of rows, read in chunks through its cache; logits are made only where a token is asked for.
 

@@ -6,14 +6,17 @@ heads, head_dim]` as a model's projections give them, and goes forward and backw
 
 - `infini`, `infini-delta`, …: `hf_infini.infini_attention` by the update rules. `infini-plain`: the linear rule by plain
   torch, also where there is a kernel. `infini-window`: the linear rule with two segments in the window, 4 sinks and rotary
-  positions, as pretrained models have it.
+  positions, as pretrained models have it. `infini-kept`: the same with 252 tokens kept by random scores.
+- `infini-delta-kernels`, …: those that run by plain torch, forced to the kernels.
 - `loop-split`: a Python loop over pieces that one `split` made.
 
 `causal-sdpa` computes something else on the same tensors: full causal attention, by torch's fastest kernel.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +27,7 @@ from hf_infini.ops.attention import forced_backend
 from hf_infini.ops.naive import EPS
 from hf_infini.ops.positions import rotation
 from hf_infini.ops.rules import RULES
-from hf_infini.options import UPDATE_RULES
+from hf_infini.options import UPDATE_RULES, places_of
 
 BASE = "infini"  # whose time and memory are 1 in the ratios
 
@@ -111,23 +114,42 @@ def loop(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, segment: int, 
     return torch.cat(outputs, 2)
 
 
-def _plain(*tensors, **options) -> Tensor:
-    with forced_backend("grid"):
-        return infini_attention(*tensors, **options)
+def _by(backend: str, make: Callable[[Problem], Forward]) -> Callable[[Problem], Forward]:
+    """A contestant, forced to a backend."""
+
+    def made(problem: Problem) -> Forward:
+        forward = make(problem)
+
+        def forced() -> Tensor:
+            with forced_backend(backend):
+                return forward()
+
+        return forced
+
+    return made
 
 
-def _make_window(problem: Problem) -> Forward:
-    shape = problem.shape
+def _make_window(problem: Problem, kept: int = 0) -> Forward:
+    shape, device = problem.shape, problem.query.device
     sinks = min(4, shape.segment - 1)
-    places = torch.arange(sinks + 2 * shape.segment, device=problem.query.device)
+    places = torch.arange(places_of(shape.segment, 1, sinks, kept), device=device)
     tables = rotation(places, shape.head_dim, problem.query.dtype)
-    return _same(infini_attention, local_segments=1, sink_tokens=sinks, rotary=tables)(problem)
+    options: dict[str, Any] = {"local_segments": 1, "sink_tokens": sinks, "rotary": tables}
+    if kept:
+        scores = torch.randn(
+            shape.batch, shape.heads, shape.tokens, generator=torch.Generator(device).manual_seed(1), device=device
+        )
+        options |= {"kept_tokens": kept, "keep_score": "learned", "learned_score": scores}
+    return _same(infini_attention, **options)(problem)
 
 
+UNPROVEN = {f"infini-{rule.replace('_', '-')}": _same(infini_attention, update_rule=rule) for rule in UPDATE_RULES[1:]}
+UNPROVEN["infini-kept"] = functools.partial(_make_window, kept=252)
 CONTESTANTS = {  # name → problem → what computes `[batch, heads, tokens, head_dim]`
     BASE: _same(infini_attention),
-    **{f"infini-{rule.replace('_', '-')}": _same(infini_attention, update_rule=rule) for rule in UPDATE_RULES[1:]},
-    "infini-plain": _same(_plain),
+    **UNPROVEN,
+    **{f"{name}-kernels": _by("triton", make) for name, make in UNPROVEN.items()},
+    "infini-plain": _by("grid", _same(infini_attention)),
     "infini-window": _make_window,
     "causal-sdpa": lambda problem: lambda: F.scaled_dot_product_attention(*problem.views(), is_causal=True),
     "loop-split": _same(loop),

@@ -49,7 +49,7 @@ class Case:
         for begin, end in zip(edges, edges[1:], strict=False):
             options = {}
             for name, option in whole.items():
-                if torch.is_tensor(option) and name != "query_weight":
+                if torch.is_tensor(option):
                     option = option[:, :, begin:end] if name in TENSORS else option[:, begin:end]
                 options[name] = option
             parts = [tensor[:, :, begin:end] for tensor in (query, key, value)]
@@ -98,8 +98,6 @@ def random_case(seed: int | random.Random, dtype=torch.float32, **fixed) -> Case
         options["sink_tokens"] = pick.randrange(min(segment_length, 5))
     if chance(20):
         options["softcap"] = 2.0
-    if chance(20):
-        options["query_weight"] = normal(kv_heads * heads_per_key, width, width)
     options |= fixed
     if chance(40) and "rotary" not in fixed:
         options["rotary"] = rotary_of(segment_length, options, width, dtype)

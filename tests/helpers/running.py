@@ -157,7 +157,7 @@ def losses(folder: Path) -> list[tuple]:
 KINDS = {
     "global": ["--score", "additive", "--position_encoding", "t5", "--num_buckets", "8", "--max_distance", "20"],
     "local": ["--sliding_window", "5", "--position_encoding", "rope", "--rope_theta", "100", "--n_inner", "48"],
-    "infini": ["--segment_length", "16", "--score", "general", "--gate_init", "-1", "--dropout", "0.1"],
+    "infini": ["--segment_length", "16", "--score", "dot", "--gate_init", "-1", "--dropout", "0.1"],
     "none": ["--position_encoding", "sinusoidal", "--tie_word_embeddings", "true", "--activation_function", "relu"],
 }
 STEPS = 9

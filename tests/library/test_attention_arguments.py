@@ -27,7 +27,6 @@ from hf_infini.ops.positions import rotation
         ({"update_rule": "gated_delta", "state": "of this length"}, "normaliser is .*, and the call needs"),
         ({"update_rule": "gated_delta", "log_weight": torch.zeros(2, 2, 24, 1)}, r"must be \[2, 2, 24, 2\] beside"),
         ({"log_weight": torch.zeros(2, 2, 24)}, r"log_weight must be \[2, 2, 24, 1\] beside"),
-        ({"query_weight": torch.zeros(4, 4)}, r"query_weight must be \[2, 4, 4\] beside"),
         ({"sink_tokens": 5}, "sink_tokens from 0 to segment_length - 1 and kept_tokens ≥ 0, got 5, 0, 5 and 0"),
         ({"rotary": rotation(torch.arange(5), 4, torch.float32), "sink_tokens": 1}, "rotary has 5 places.*has 6"),
     ],

@@ -103,12 +103,8 @@ DAMAGES = {
     "a segment without positions": (
         "infini_gpt2", entries(segment_length=5000, position_encoding="segment"), "is more than n_positions"
     ),  # fmt: skip
-    "two lengths": ("infini_gpt2", entries(n_segments=4), "n_segments=4 was an option of an earlier version"),
-    "segments of parts": ("infini_gpt2", entries(segment_length=None, n_segments=5), "n_segments=5 was an option of an"),
     "no length": ("infini_gpt2", entries(segment_length=None), "give segment_length, the tokens of a segment"),
     "no rule": ("infini_gpt2", entries(update_rule="sum"), r"expected one of \('linear', 'delta', 'gated_delta'\), got sum"),
-    "an option that has gone": ("infini_gpt2", entries(denominator="shared"), "denominator='shared' was an option of an"),
-    "a start that has gone": ("infini_gpt2", entries(memory_init="learned"), "memory_init='learned' was an option of an"),
     "a rule's limits": (
         "infini_gpt2", entries(update_rule="gated_delta", memory_write="learned"), "not go with memory_write='learned'",
     ),

@@ -159,10 +159,10 @@ RICH = {"feature_map": "exp", "memory_write": "learned", "memory_conv": 3}
     [
         ("none", "scaled_dot", 0, "linear", {}),
         ("rope", "dot", 1, "linear", RICH),
-        ("none", "general", 1, "linear", {"memory_conv": 1}),
-        ("none", "general", 0, "delta", RICH),
+        ("none", "dot", 1, "linear", {"memory_conv": 1}),
+        ("none", "dot", 0, "delta", RICH),
         ("rope", "scaled_dot", 1, "delta", {}),
-        ("none", "general", 1, "gated_delta", {}),
+        ("none", "scaled_dot", 1, "gated_delta", {}),
         ("rope", "dot", 0, "gated_delta", {"feature_map": "exp", "memory_conv": 3}),
     ],
 )
@@ -178,7 +178,7 @@ def test_infini_is_the_naive_function(position, score, kept, rule, memory):
         softmax = module.score_options(shared)
         log_weight = module.log_weight(hidden_states)
         options = {name: getattr(module.config, name) for name in ("update_rule", "feature_map")}
-        options |= {name: getattr(softmax, name) for name in ("scaling", "rotary", "query_weight")}
+        options |= {name: getattr(softmax, name) for name in ("scaling", "rotary")}
         heads = naive_infini_attention(
             query, key, value, module.gate(), 4, local_segments=kept, sink_tokens=kept, log_weight=log_weight, **options,
             state=InfiniState.initial(key, value, 4, kept, kept, rule=module.rule, weighted=log_weight is not None),
@@ -218,8 +218,8 @@ def test_dropout_drops_weights_in_training_only():
 def test_errors_name_shapes_and_options():
     with pytest.raises(ValueError, match=r"num_heads must divide d_out.*got 10 / 3"):
         CausalMultiHeadAttention(4, 10, 3)
-    with pytest.raises(Exception, match="does not go with both score='general' and position_encoding='rope'"):
-        attention(attention="infini", segment_length=4, score="general", position_encoding="rope")
+    with pytest.raises(Exception, match="needs a score that is a product, scaled_dot, dot; got 'general'"):
+        attention(attention="infini", segment_length=4, score="general")
     with pytest.raises(ValueError, match="unknown options window; an attention takes attention, score"):
         CausalMultiHeadAttention(4, 6, 3, window=4)
     for options in ({"position_encoding": "learned"}, {"attention": "none"}):

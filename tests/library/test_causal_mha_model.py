@@ -17,7 +17,7 @@ KINDS = [
     REACHES["local"] | {"position_encoding": "t5"},
     REACHES["local"] | {"position_encoding": "alibi"},
     REACHES["local"] | {"position_encoding": "rope"},
-    INFINI | {"position_encoding": "learned", "score": "general"},
+    INFINI | {"position_encoding": "learned", "score": "dot"},
     INFINI | {"position_encoding": "sinusoidal", "update_rule": "delta", "local_segments": 1, "sink_tokens": 3},
     INFINI | {"position_encoding": "rope", "update_rule": "gated_delta"},
     {"attention": "infini", "segment_length": 8, "position_encoding": "rope", "score": "dot"} | RICH,

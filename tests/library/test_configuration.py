@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import json
 import re
 import typing
 
@@ -51,15 +50,6 @@ def test_options_on_top_of_a_saved_config(tmp_path):
     assert type(InfiniGPT2Config.from_pretrained(tmp_path / "plain")) is GPT2Config  # a plain model stays one
     InfiniGPT2Config(segment_length=32).save_pretrained(tmp_path / "infini")
     assert InfiniGPT2Config.from_pretrained(tmp_path / "infini", segment_length=16).segment_length == 16
-
-
-@pytest.mark.parametrize(("config", "options"), [(InfiniGPT2Config, {}), (CausalMHAConfig, {"attention": "infini"})])
-def test_a_file_with_the_number_of_segments_of_an_earlier_version(config, options, tmp_path):
-    config(segment_length=8, n_positions=64, **options).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"segment_length": None, "n_segments": 4}))
-    assert config.from_pretrained(tmp_path).segment_length == 16
-    assert config.from_pretrained(tmp_path, segment_length=2).segment_length == 2
 
 
 INFINI = {"segment_length": 8}

@@ -9,6 +9,7 @@ import torch
 from cases import (
     assert_equals_reference,
     assert_same_gradients,
+    keeping_case,
     plain_case,
     random_case,
     random_cuts,
@@ -56,30 +57,31 @@ def by_kernels(*tensors, **options):
         return attention_on_gpu(*tensors, **options)
 
 
-@pytest.mark.parametrize("seed", range(400, 412))
+@pytest.mark.parametrize("seed", range(400, 424))
 def test_the_kernels_are_the_naive_reference_however_the_input_is_cut(seed):
-    case = random_case(seed, update_rule="linear", width=16)
+    case = (random_case, keeping_case)[seed % 2](seed, torch.float32, width=16)
     case.options.pop("softcap", None)
-    if "rotary" in case.options:
-        case.options.pop("query_weight", None)
     tokens = case.query.shape[2]
     if tokens > 1:  # one token is a step
         cuts = [cut for cut in random_cuts(seed, tokens)[:1] if 1 < cut < tokens - 1]
-        assert_equals_reference(case, by_kernels, 3e-5, cuts, state_before(case) if seed % 2 else None)
+        assert_equals_reference(case, by_kernels, 3e-5, cuts, state_before(case) if seed % 3 else None)
 
 
 WIDE = {"batch": 2, "heads": 4, "kv_heads": 2, "tokens": 300, "width": 64, "segment_length": 64}
 # Rounding of inputs and products to the dtype, against float64 and against the largest gradient
 HALF = {torch.bfloat16: 0.02, torch.float16: 0.003, torch.float32: 2e-6}
 
+KEEPING = {"kept_tokens": 100, "keep_score": "learned", "learned_score": torch.randn(2, 2, 300)}
+
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("width", [64, 128])
-def test_the_kernels_are_as_exact_as_the_dtype(dtype, width):
+@pytest.mark.parametrize("options", [{}, {"update_rule": "gated_delta"}, KEEPING], ids=["linear", "gated delta", "kept"])
+def test_the_kernels_are_as_exact_as_the_dtype(options, dtype, width):
     """And the same at every run, also beside other work on another stream."""
-    case = plain_case(**WIDE | {"width": width}, local_segments=1, sink_tokens=4, dtype=dtype)
+    case = plain_case(**WIDE | {"width": width}, **options, local_segments=1, sink_tokens=4, dtype=dtype)
     case.options["rotary"] = rotary_of(64, case.options, width, torch.float64)
-    leaves = [leaf.detach().cuda().requires_grad_() for leaf in case.leaves()]
+    leaves = [leaf.detach().cuda().requires_grad_() for leaf in case.leaves()[:4]]  # a score has no gradient
     upstream = torch.randn(case.query.shape, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
 
     def results(leaves, backend, upstream):
@@ -96,7 +98,8 @@ def test_the_kernels_are_as_exact_as_the_dtype(dtype, width):
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         again = results(leaves, "triton", upstream)
-    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    for one, other in zip(found, again, strict=True):  # a token that is kept by many segments gets sums in any order
+        assert torch.equal(one, other) or (options is KEEPING and torch.allclose(one, other, rtol=1e-2, atol=1e-3))
     torch.cuda.synchronize()
 
 

@@ -162,7 +162,7 @@ def naive(call, value, gate, skipped, return_state=False):
     weight = call.tokens.log_weight
     state = InfiniState.initial(key, value, *window.values(), rule=rule, weighted=weight is not None)
     options = {name: getattr(rule, name) for name in ("update_rule", "feature_map", "eps", "keep_score")}
-    options |= {name: getattr(softmax, name) for name in ("scaling", "softcap", "rotary", "turn", "query_weight")}
+    options |= {name: getattr(softmax, name) for name in ("scaling", "softcap", "rotary", "turn")}
     given = {"state": state, "log_weight": weight, "memory_mask": ~skipped}
     given |= {"learned_score": None if rule.keep_score == "attention" else score[..., -1], "return_state": return_state}
     return naive_infini_attention(call.tokens.query, key, value, gate, **window, **options, **given)

@@ -1,4 +1,4 @@
-"""The kernels of the linear rule against the naive reference, in Triton's interpreter on a CPU.
+"""The kernels against the naive reference, in Triton's interpreter on a CPU.
 
     pip install --no-deps --target build/kernels triton==3.6.0 'numpy<2.4'
     PYTHONPATH=build/kernels TRITON_INTERPRET=1 pytest tests/library/test_kernels.py
@@ -11,9 +11,10 @@ import os
 import pytest
 import torch
 
-from cases import assert_equals_reference, plain_case, random_case, random_cuts, rotary_of, state_before
-from hf_infini import infini_attention
+from cases import assert_equals_reference, keeping_case, plain_case, random_case, random_cuts, rotary_of, state_before
+from hf_infini import backend_of, infini_attention
 from hf_infini.ops.attention import forced_backend
+from models import infini_gpt2
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter: the command is at the top of the file"
@@ -45,12 +46,8 @@ def padded_and_packed(batch, tokens):
     return {"attention_mask": mask, "position_ids": columns - torch.where(starts, columns, 0).cummax(1).values}
 
 
-def weighted(heads, kv_heads, tokens, width):
-    """The memory's queries and keys are others than the window's."""
-    draw = torch.Generator().manual_seed(1)
-    query_weight = torch.eye(width) + 0.1 * torch.randn(heads, width, width, generator=draw)
-    log_weight = torch.randn(1, kv_heads, tokens, 1, generator=draw)
-    return {"feature_map": "exp", "query_weight": query_weight, "log_weight": log_weight}
+def drawn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
 CASES = {  # sizes, whether rotary, options, cuts
@@ -58,11 +55,30 @@ CASES = {  # sizes, whether rotary, options, cuts
     "continued inside the sinks and inside a segment": (WINDOW, True, {}, (2, 31)),
     "padded and packed": ({**WINDOW, "batch": 2}, True, padded_and_packed(2, 60), ()),
     "padded and packed, continued": (WINDOW, False, padded_and_packed(1, 60), (20, 45)),
-    "weights of queries and tokens, and a mask of the memory": (
+    "weights of tokens, and a mask of the memory": (
         {},
         False,
-        weighted(2, 1, 60, 16) | {"memory_mask": torch.arange(60)[None] % 7 > 0},
+        {"feature_map": "exp", "log_weight": drawn(1, 1, 60, 1), "memory_mask": torch.arange(60)[None] % 7 > 0},
         (24,),
+    ),
+    "kept tokens, more than a tile, after some that are fewer": (
+        {**WINDOW, "tokens": 120, "kept_tokens": 70, "keep_score": "learned"},
+        True,
+        {"learned_score": drawn(1, 1, 120)},
+        (31,),
+    ),
+    "kept tokens by both scores, padded and packed": (
+        {**WINDOW, "batch": 2, "kept_tokens": 5, "keep_score": "half"},
+        True,
+        padded_and_packed(2, 60) | {"learned_score": drawn(2, 1, 60)},
+        (20,),
+    ),
+    "the delta rule, padded and packed": ({**WINDOW, "update_rule": "delta"}, True, padded_and_packed(1, 60), (31,)),
+    "the gated delta rule with kept tokens": (
+        {**WINDOW, "update_rule": "gated_delta", "kept_tokens": 9},
+        True,
+        {"log_weight": -drawn(1, 1, 60, 2).exp()},
+        (31,),
     ),
 }
 
@@ -80,19 +96,16 @@ def test_outputs_states_and_gradients_are_those_of_the_reference(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(500, 500 + int(os.environ.get("HF_INFINI_EXAMPLES", "0"))))
 def test_random_cases(seed):
-    case = random_case(seed, update_rule="linear", width=16)
+    case = (random_case, keeping_case)[seed % 2](seed, torch.float32, width=16)
     case.options.pop("softcap", None)
-    if "rotary" in case.options:
-        case.options.pop("query_weight", None)
     cuts = [cut for cut in random_cuts(seed, case.query.shape[2])[:1] if 1 < cut < case.query.shape[2] - 1]
     if case.query.shape[2] > 1:  # one token is a step
-        assert_equals_reference(case, by_kernels, FLOAT32, cuts, state_before(case) if seed % 2 else None)
+        assert_equals_reference(case, by_kernels, FLOAT32, cuts, state_before(case) if seed % 3 else None)
 
 
 @pytest.mark.parametrize(
     "options, reason",
     [
-        ({"update_rule": "delta"}, "update_rule='delta'"),
         ({"softcap": 2.0}, "softcap"),
         ({"dropout": 0.1}, "dropout"),
         ({"width": 8}, "heads are 8 and 8 wide, not one of 16, 32, 64, 128"),
@@ -109,6 +122,14 @@ def test_what_a_kernel_cannot_do_is_refused_with_the_reason(options, reason):
         state = None
     with pytest.raises(ValueError, match=f"no backend of .*triton: .*{reason}"):
         case.call(by_kernels, state=state)
+
+
+@pytest.mark.parametrize("options", [{"kept_tokens": 8}, {"update_rule": "delta"}, {"update_rule": "gated_delta"}])
+def test_kernels_that_no_gpu_has_run_are_taken_where_they_are_forced(options):
+    model = infini_gpt2(n_embd=64, **options)
+    assert all("triton: kernels of this were not compared on a GPU" in said for said in backend_of(model).values())
+    with forced_backend("triton"):
+        assert all(said == "triton: Triton kernels" for said in backend_of(model).values())
 
 
 def test_positions_that_turn_neighbours_are_refused():

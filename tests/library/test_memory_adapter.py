@@ -152,13 +152,6 @@ def test_a_quantized_twin_takes_it_with_a_warning(saved, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         load_adapter(MAKERS["llama"](), saved)
-    # An adapter of an earlier version has no signs: only the same weights are known
-    old = shutil.copytree(saved, tmp_path / "old")
-    record = json.loads((old / RECORD).read_text("utf-8"))
-    del record["model"]["signs"]
-    (old / RECORD).write_text(json.dumps(record), "utf-8")
-    load_adapter(MAKERS["llama"](), old)
-    refused(rounded(MAKERS["llama"](), 15), old, "its weights are others")
 
 
 def json_with(file, **values):
@@ -237,17 +230,3 @@ def test_what_cannot_be_saved_leaves_the_folder_as_it_was(saved, tmp_path):
     with pytest.raises(ValueError, match="has an adapter of PEFT, and this model has none"):
         save_adapter(model, tmp_path / "adapter")  # which would be loaded with that LoRA
     assert all((tmp_path / "adapter" / file.name).read_bytes() == file.read_bytes() for file in saved.iterdir())
-
-
-def test_an_adapter_of_an_earlier_version_loads_if_its_options_mean_what_is_left(tmp_path):
-    model = trained(MAKERS["llama"])
-    save_adapter(model, tmp_path)
-    for value in ("separate", "shared"):
-        record = json.loads((tmp_path / RECORD).read_text())
-        record["options"]["denominator"] = value
-        (tmp_path / RECORD).write_text(json.dumps(record))
-        if value == "separate":
-            assert torch.equal(logits(load_adapter(MAKERS["llama"](), tmp_path)), logits(model))
-        else:
-            with pytest.raises(ValueError, match="denominator='shared' was an option of an earlier version and has gone"):
-                load_adapter(MAKERS["llama"](), tmp_path)

@@ -67,7 +67,7 @@ def infini_models(draw):
     options, dtype = draw(memories(layers, family)), draw(st.sampled_from([torch.float64, torch.float32]))
     if family == "causal_mha":
         encoding = draw(st.sampled_from(["learned", "sinusoidal", "rope", "none"]))
-        score = draw(st.sampled_from(["scaled_dot", "dot"] + ["general"] * (encoding != "rope")))
+        score = draw(st.sampled_from(["scaled_dot", "dot"]))
         model = causal_mha(**plain, **options, attention="infini", position_encoding=encoding, score=score)
     else:
         model = patch_model(plain, **options)

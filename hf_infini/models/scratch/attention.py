@@ -195,7 +195,6 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             dropout=self.dropout.p if self.training else 0.0,
             written_out=infini.return_weights,
             rotary=infini.rotary.get(None),
-            query_weight=getattr(self, "score_weight", None),
         )
 
     def _with_cached(self, hidden_states, position_ids, cache) -> tuple[Tensor, Tensor, Tensor]:

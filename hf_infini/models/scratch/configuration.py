@@ -23,7 +23,7 @@ NEEDS = {
     **{name: ("attention", ("infini",)) for name in MEMORY_OPTIONS if name != "mask_special_tokens"},
 }
 # Segments and memory work on products of queries and keys: what adds to a score, or is none, has no place there.
-INFINI_SCORES = ("scaled_dot", "dot", "general")
+INFINI_SCORES = ("scaled_dot", "dot")
 INFINI_POSITIONS = ("learned", "sinusoidal", "rope", "none")
 
 
@@ -87,8 +87,6 @@ class CausalMHAConfig(ScratchOptions, InfiniConfigMixin, PreTrainedConfig):
                 infini and self.score not in INFINI_SCORES,
             f"attention='infini' goes with position_encoding {', '.join(INFINI_POSITIONS)}; got {encoding!r}":
                 infini and encoding not in INFINI_POSITIONS,
-            "attention='infini' does not go with both score='general' and position_encoding='rope': their products depend "
-            "on places in the window, not only on distances": infini and self.score == "general" and encoding == "rope",
             f"position_encoding={encoding!r} acts inside the attention, and attention='none' has none":
                 self.attention == "none" and encoding not in (*IN_EMBEDDING, "none"),
         }  # fmt: skip

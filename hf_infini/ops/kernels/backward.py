@@ -1,4 +1,4 @@
-"""The linear rule backward, without atomic operations: queries, states, their sums from the other end, sinks, keys.
+"""Backward, without atomic operations: queries, states, the linear rule's sums from the other end, what is ahead, keys.
 
 With g the gradient of the output, s the memory's share, p the softmax's weights and ⟨g, A⟩ the sum of g · A:
 
@@ -41,7 +41,7 @@ def queries_kernel(
     token = parts.tokens_of(grid, b, s, slots)
     there, at_row = token >= 0, parts.at_tokens(grid, b, h, token)
     query = parts.load_rows(q, b, h, token, C.D)
-    share = parts.memory_share(gate, grid, b, h, s)
+    share = parts.memory_share(gate, grid, b, h, s, C)
     gradient = parts.load_rows(g, b, h, token, C.E)
     of_local = tl.sum(gradient.to(tl.float32) * parts.load_rows(found, b, h, token, C.E).to(tl.float32), 1)
     tl.store(along + at_row, of_local, mask=there)
@@ -49,18 +49,18 @@ def queries_kernel(
     # Beyond every score where there is no token, so that all its weights are zero
     log_two = tl.load(log_sum + at_row, mask=there, other=float("inf"))
     to_query = parts.zeros(C.BM, C.D)
-    for part in tl.static_range(C.W + 1 + (C.SINKS > 0)):
+    for part in tl.static_range(C.W + 1 + (C.SINKS + C.KEPT > 0)):
         if parts.is_seen(s, begin, part, C):
             place, end = parts.reach(grid, first, token, slots, part, C)
             turned, of_part = parts.turn(query, grid, place, C).to(C.DTYPE), parts.zeros(C.BM, C.D)
-            for at in range(0, end, C.BN):
+            for at in range(0, end, C.AHEAD if part > C.W else C.BN):
                 keys, values, seen = parts.load_seen(window, grid, b, kv, s, begin, part, at, slots, C)
                 of_part = _to_queries(
                     turned, keys, values, gradient, seen, log_two, of_local, 1.0 - share, grid.scale, of_part, C
                 )
             to_query += parts.turn(of_part, grid, place, C, True)
     of_gate = 0.0
-    if parts.holds_memory(grid, b, s):
+    if parts.tokens_left(grid, b, s) > C.KEPT:
         memory, normaliser = parts.load_state(states, b, kv, s, C)
         x = parts.load_rows(mq, b, h, token, C.D).to(tl.float32)
         f, upstream = parts.features(x, C), parts.load_rows(g, b, h, token, C.E).to(tl.float32)
@@ -90,7 +90,7 @@ def states_kernel(to_states, mq, g, inverse, to_mass, known, rows, carried, segm
     grid = parts.Grid(*known, rows, carried, segments, width)
     s, kv, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     memory, normaliser = parts.zeros(C.D, C.E), parts.zeros(C.D)
-    if parts.holds_memory(grid, b, s):
+    if parts.tokens_left(grid, b, s) > C.KEPT:
         group = grid.heads // grid.kv_heads
         for h in range(kv * group, (kv + 1) * group):
             for at in range(0, grid.width, C.BM):
@@ -106,41 +106,31 @@ def states_kernel(to_states, mq, g, inverse, to_mass, known, rows, carried, segm
 
 @triton.jit(do_not_specialize=CHANGING)
 def scan_back_kernel(
-    to_states, to_wrote, last, to_last, to_before, known, rows, carried, segments, width,
-    C: tl.constexpr, BLOCK: tl.constexpr,
+    to_states, to_wrote, known, rows, carried, segments, width, C: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """to_wrote: the sums from the other end; what leaves the window after the call is not stored. to_last: gradients of
-    memory and normaliser after the call, of segment last `[batch]`. to_before: of the state before the call, `[batch,
-    kv_heads, size]`. `None`: there is none. Grid (⌈size / BLOCK⌉, kv_heads, batch)."""
+    """to_wrote: the sums from the other end; what leaves the window after the call is not stored. to_states, `segments + 1`;
+    then the first holds what is owed to the state before the call. Grid (⌈size / BLOCK⌉, kv_heads, batch)."""
     grid = parts.Grid(*known, rows, carried, segments, width)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, b = tl.program_id(1), tl.program_id(2)
-    inside, place = at < C.D * C.E + C.D, b * tl.num_programs(1) + h
-    now = parts.zeros(BLOCK)
-    owed = parts.load_whole(to_last, place, at, C)
-    last_segment = -1 if last is None else tl.load(last + b).to(tl.int32)
+    inside, now = at < C.D * C.E + C.D, parts.zeros(BLOCK)
     document = parts.documents_of(grid, b)
     continued_from = tl.load(document)
     for step in range(0, segments + 1, 4):  # four loads at a time are on their way
         first = segments - step
         begins = [tl.load(document + tl.maximum(first - i, 0)) for i in (0, 1, 2, 3)]
-        by_queries = [
-            tl.load(
-                parts.at_state(to_states, b, h, first - i) + at,
-                mask=inside & (first - i < segments) & (first >= i),
-                other=0.0,
-            )
+        owed = [
+            tl.load(parts.at_state(to_states, b, h, first - i) + at, mask=inside & (first >= i), other=0.0)
             for i in (0, 1, 2, 3)
         ]
         for i in tl.static_range(4):
             s = first - i
-            now += by_queries[i] + tl.where(s == last_segment, owed, 0.0)
+            now += owed[i]
             wrote = s - C.W - 1  # the segment that left the window before s
             of_wrote = tl.where(wrote >= begins[i], now, 0.0)
             tl.store(parts.at_state(to_wrote, b, h, wrote) + at, of_wrote, mask=inside & (wrote >= 0))
             now = tl.where((begins[i] == s) & (s != continued_from), 0.0, now)
-    if to_before is not None:
-        tl.store(to_before + place.to(tl.int64) * (C.D * C.E + C.D) + at, now, mask=inside)
+    tl.store(parts.at_state(to_states, b, h, 0) + at, now, mask=inside)
 
 
 @triton.jit
@@ -151,7 +141,7 @@ def _to_keys(
     is not −1, are seen by all of them, or, CAUSAL, by those in later slots. Scores are [keys, queries]."""
     group = grid.heads // grid.kv_heads
     for h in range(kv * group, (kv + 1) * group):
-        factor = 1.0 - parts.memory_share(gate, grid, b, h, t)
+        factor = 1.0 - parts.memory_share(gate, grid, b, h, t, C)
         for at in range(low, grid.width, C.BM):
             query_slots = at + tl.arange(0, C.BM)
             token = parts.tokens_of(grid, b, t, query_slots)
@@ -173,19 +163,20 @@ def _to_keys(
 
 
 @triton.jit(do_not_specialize=CHANGING)
-def sinks_kernel(to_sink_k, to_sink_v, window, seeing, gate, known, rows, carried, segments, width, C: tl.constexpr):
-    """to_sink_k and to_sink_v `[batch, kv_heads, segments · SINKS, …]`: what the queries of each segment owe to the sinks'
-    turned keys and their values. Grid (segments, kv_heads, batch)."""
+def ahead_kernel(to_ahead_k, to_ahead_v, window, seeing, gate, known, rows, carried, segments, width, C: tl.constexpr):
+    """to_ahead_k and to_ahead_v `[batch, kv_heads, segments · places ahead, …]`: what the queries of each segment owe to the
+    turned keys of sinks and kept tokens, and their values. Grid (segments · ⌈places / AHEAD⌉, kv_heads, batch)."""
     grid = parts.Grid(*known, rows, carried, segments, width)
-    s, kv, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin, number = parts.begin_of(grid, b, s), tl.arange(0, C.SINK_TILE)
-    to_key, to_value = parts.zeros(C.SINK_TILE, C.D), parts.zeros(C.SINK_TILE, C.E)
+    tiles, kv, b = tl.cdiv(C.SINKS + C.KEPT, C.AHEAD), tl.program_id(1), tl.program_id(2)
+    s, number = tl.program_id(0) // tiles, tl.program_id(0) % tiles * C.AHEAD + tl.arange(0, C.AHEAD)
+    begin = parts.begin_of(grid, b, s)
+    to_key, to_value = parts.zeros(C.AHEAD, C.D), parts.zeros(C.AHEAD, C.E)
     if parts.is_seen(s, begin, C.W + 1, C):
-        keys, values, row = parts.load_sinks(window, grid, b, kv, s, begin, C)
+        keys, values, row = parts.load_ahead(window, grid, b, kv, s, begin, number, C)
         to_key, to_value = _to_keys(keys, values, row, number, s, 0, seeing, gate, grid, b, kv, to_key, to_value, False, C)
-    row = tl.where(number < C.SINKS, s * C.SINKS + number, -1)
-    parts.store_rows(to_sink_k, b, kv, row, to_key, C.D)
-    parts.store_rows(to_sink_v, b, kv, row, to_value, C.E)
+    row = tl.where(number < C.SINKS + C.KEPT, s * (C.SINKS + C.KEPT) + number, -1)
+    parts.store_rows(to_ahead_k, b, kv, row, to_key, C.D)
+    parts.store_rows(to_ahead_v, b, kv, row, to_value, C.E)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -194,8 +185,9 @@ def keys_kernel(
     C: tl.constexpr,
 ):  # fmt: skip
     """to_k, to_v and to_mk (`None` where the memory's keys are the window's) of a tile of keys, of all rows. k: not turned.
-    to_sink_k, to_sink_v `[batch, kv_heads, segments · SINKS, …]`: what is owed to the sinks of the document that begins with
-    a segment; `None`: they are not among the keys. Grid (segments · ⌈width / BN⌉, kv_heads, batch)."""
+    to_wrote: `None`: other code wrote the memory. to_sink_k, to_sink_v `[batch, kv_heads, segments · SINKS, …]`: what is
+    owed to the sinks of the document that begins with a segment; `None`: they are apart. Grid (segments · ⌈width / BN⌉,
+    kv_heads, batch)."""
     grid = parts.Grid(*known, rows, carried, segments, width)
     s, first, kv, b = parts.tile_of(grid, C.BN)
     slots = first + tl.arange(0, C.BN)
@@ -204,14 +196,15 @@ def keys_kernel(
     to_key, to_value = parts.zeros(C.BN, C.D), parts.zeros(C.BN, C.E)
     # The memory first: what it needs is gone from the registers when the loop begins
     begin = parts.begin_of(grid, b, s)
-    if s + C.W + 1 <= grid.segments:
-        written = parts.is_written(grid, row, b, s, begin, slots, C)
-        memory, normaliser = parts.load_state(to_wrote, b, kv, s, C)
-        x = parts.load_rows(mk, b, kv, row, C.D).to(tl.float32)
-        f = tl.where(written[:, None], parts.features(x, C), 0.0)
-        to_value = parts.exact_dot(f, memory, to_value, C)
-        to_key = parts.exact_dot(value, tl.trans(memory), to_key, C) + normaliser[None, :]
-        to_key = tl.where(written[:, None], to_key * parts.slope(x, f, C), 0.0)
+    if to_wrote is not None:
+        if s + C.W + 1 <= grid.segments:
+            written = parts.is_written(grid, row, b, s, begin, slots, C)
+            memory, normaliser = parts.load_state(to_wrote, b, kv, s, C)
+            x = parts.load_rows(mk, b, kv, row, C.D).to(tl.float32)
+            f = tl.where(written[:, None], parts.features(x, C), 0.0)
+            to_value = parts.exact_dot(f, memory, to_value, C)
+            to_key = parts.exact_dot(value, tl.trans(memory), to_key, C) + normaliser[None, :]
+            to_key = tl.where(written[:, None], to_key * parts.slope(x, f, C), 0.0)
     if to_mk is not None:
         parts.store_rows(to_mk, b, kv, row, to_key, C.D)
         to_key = parts.zeros(C.BN, C.D)
@@ -222,7 +215,7 @@ def keys_kernel(
         if sees:
             sees = parts.begin_of(grid, b, t) <= s
         if sees:
-            place = tl.where(row >= 0, C.SINKS + (C.W - ahead) * grid.length + slots, -1)
+            place = tl.where(row >= 0, C.SINKS + C.KEPT + (C.W - ahead) * grid.length + slots, -1)
             keys = parts.turn(parts.load_rows(k, b, kv, row, C.D), grid, place, C).to(C.DTYPE)
             of_segment, low = parts.zeros(C.BN, C.D), first // C.BM * C.BM if ahead == 0 else 0
             of_segment, to_value = _to_keys(

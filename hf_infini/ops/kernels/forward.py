@@ -1,9 +1,9 @@
-"""The linear rule forward: turn the keys, write a state per segment, sum the states up, attend.
+"""Forward: turn the keys; by the linear rule, write a state per segment and sum the states up; attend.
 
 Shapes as in ops/attention.py; tensors are [`Rows`]. The grid of programs is (tiles of the grid's slots, heads, batch).
 
 Rotary positions: only distances count, so a key is turned once, by its slot, and a query by its slot and the segments
-between the two. A sink's slot is its place, and a query that sees it is turned by its place in the window.
+between the two. Sinks and kept tokens are turned by their places, and a query that sees them by its place in the window.
 """
 
 import triton
@@ -43,14 +43,14 @@ def write_kernel(mk, v, wrote, known, rows, carried, segments, width, C: tl.cons
 
 
 @triton.jit(do_not_specialize=CHANGING)
-def scan_kernel(wrote, states, before, known, rows, carried, segments, width, C: tl.constexpr, BLOCK: tl.constexpr):
-    """states, `segments + 1`: what each segment reads, and the next one would. Grid (⌈size / BLOCK⌉, kv_heads, batch), size:
-    numbers in a state. before: memory and normaliser before the call; `None` each: empty."""
+def scan_kernel(wrote, states, known, rows, carried, segments, width, C: tl.constexpr, BLOCK: tl.constexpr):
+    """states, `segments + 1`: what each segment reads, and the next one would; the first holds that before the call. Grid
+    (⌈size / BLOCK⌉, kv_heads, batch), size: numbers in a state."""
     grid = parts.Grid(*known, rows, carried, segments, width)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, b = tl.program_id(1), tl.program_id(2)
     inside = at < C.D * C.E + C.D
-    now = parts.load_whole(before, b * tl.num_programs(1) + h, at, C)
+    now = tl.load(parts.at_state(states, b, h, 0) + at, mask=inside, other=0.0)
     document = parts.documents_of(grid, b)
     continued_from = tl.load(document)  # where the document of the state before the call began, or might have
     for first in range(0, segments + 1, 4):  # four loads at a time are on their way
@@ -92,11 +92,11 @@ def attend_kernel(q, mq, window, out, found, log_sum, states, gate, known, rows,
     query = parts.load_rows(q, b, h, token, C.D)
     top = parts.zeros(C.BM) + LOWEST / 2  # above the score of what is not seen, so that this weighs nothing
     mass, total = parts.zeros(C.BM), parts.zeros(C.BM, C.E)
-    for part in tl.static_range(C.W + 1 + (C.SINKS > 0)):
+    for part in tl.static_range(C.W + 1 + (C.SINKS + C.KEPT > 0)):
         if parts.is_seen(s, begin, part, C):
             place, end = parts.reach(grid, first, token, slots, part, C)
             turned = parts.turn(query, grid, place, C).to(C.DTYPE)
-            for at in range(0, end, C.BN):
+            for at in range(0, end, C.AHEAD if part > C.W else C.BN):
                 keys, values, seen = parts.load_seen(window, grid, b, kv, s, begin, part, at, slots, C)
                 top, mass, total = _weighed(turned, keys, values, seen, top, mass, total, grid.scale, C)
     mass = tl.where(token >= 0, mass, 1.0)
@@ -104,7 +104,7 @@ def attend_kernel(q, mq, window, out, found, log_sum, states, gate, known, rows,
     if found is not None:
         parts.store_rows(found, b, h, token, local, C.E)
         tl.store(log_sum + parts.at_tokens(grid, b, h, token), top + tl.log2(mass), mask=token >= 0)
-    if parts.holds_memory(grid, b, s):
+    if parts.tokens_left(grid, b, s) > C.KEPT:
         memory, normaliser = parts.load_state(states, b, kv, s, C)
         f = parts.features(parts.load_rows(mq, b, h, token, C.D).to(tl.float32), C)
         denominator = tl.sum(f * normaliser[None, :], 1) + grid.eps

@@ -1,4 +1,4 @@
-"""What the kernels of the linear rule share.
+"""What the kernels share.
 
 A *row* is a place in the tensors of keys: first what the grid holds of the state's window (`carried` rows), then the call's
 tokens; −1 where a slot is empty. Queries and outputs have only the tokens. A *state* is D · E + D float32 numbers, M and z.
@@ -17,31 +17,30 @@ LOWEST = tl.constexpr(-1.0e30)  # the score of what is not seen
 
 # A tensor `[batch, heads, rows, width]` and its strides; of states, `[batch, kv_heads, segments, D · E + D]`
 Rows = namedtuple("Rows", "data batch head row")
-# What queries see: turned keys and values, and those of the sinks, `[batch, kv_heads, groups · SINKS, …]`, a group for every
-# segment, or one without `source`; `None`: the sinks are the first tokens of their document
-Window = namedtuple("Window", "key value sink_key sink_value")
+# What queries see: turned keys and values, and those ahead of them, sinks and then kept tokens, `[batch, kv_heads, groups ·
+# (SINKS + KEPT), …]`, a group for every segment, or one, of sinks only, without `source`; `None`: the sinks are the first
+# tokens of their document
+Window = namedtuple("Window", "key value ahead_key ahead_value")
 # What keys are seen by: queries, turned by their places in the window, the gradient of their output, log₂ of the softmax's
 # denominator, and along, ⟨gradient, what the window found⟩, `[batch, heads, tokens]` both
 Seeing = namedtuple("Seeing", "query gradient log_sum along")
-# Of the layout ([`GridLayout`]), held: its `left`; cosines and sines; of the layer
-Known = namedtuple("Known", "source skipped document held cos sin heads kv_heads length scale eps")
+# Of the layout ([`GridLayout`]); cosines and sines; of the layer
+Known = namedtuple("Known", "source skipped document left cos sin heads kv_heads length scale eps")
 # What changes from call to call, width: slots of a segment. Triton compiles anew for some numbers in a tuple, so a kernel
 # takes these as arguments of their own and puts all into a [`Grid`]
 CHANGING = ["rows", "carried", "segments", "width"]
 Grid = namedtuple("Grid", [*Known._fields, *CHANGING])
-# What is compiled in. D, E: widths of keys and values. W: segments before that of a query in its window. SINK_TILE: rows to
-# load for sinks. SIGNED: whether the first half of the sines is negative already; `None`: nothing is turned. EXP: whether
-# features are exponential. DTYPE: of the window's products. BM, BN: queries and keys at a time
-Constants = namedtuple("Constants", "D E W SINKS SINK_TILE SIGNED EXP DTYPE BM BN")
+# What is compiled in. D, E: widths of keys and values. W: segments before that of a query in its window. SINKS, KEPT: places
+# ahead of it, AHEAD of them loaded at a time. SIGNED: whether the first half of the sines is negative already; `None`:
+# nothing is turned. EXP: whether features are exponential; `None`: what is given are features. DTYPE: of the window's
+# products. BM, BN: queries and keys at a time
+Constants = namedtuple("Constants", "D E W SINKS KEPT AHEAD SIGNED EXP DTYPE BM BN")
 
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr = None):
     """`[ROWS, WIDTH]`, or `[ROWS]`, in float32."""
-    if WIDTH is None:
-        return tl.zeros([ROWS], tl.float32)
-    else:
-        return tl.zeros([ROWS, WIDTH], tl.float32)
+    return tl.zeros([ROWS] if WIDTH is None else [ROWS, WIDTH], tl.float32)
 
 
 @triton.jit
@@ -61,6 +60,8 @@ def exact_dot(a, b, total, C: tl.constexpr):
 @triton.jit
 def features(x, C: tl.constexpr):
     """σ(x) in float32."""
+    if C.EXP is None:
+        return x
     if C.EXP:
         return tl.exp(tl.minimum(x, 30.0))
     return tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
@@ -69,6 +70,8 @@ def features(x, C: tl.constexpr):
 @triton.jit
 def slope(x, f, C: tl.constexpr):
     """σ'(x), from x and σ(x)."""
+    if C.EXP is None:
+        return zeros(x.shape[0], x.shape[1]) + 1.0
     if C.EXP:
         return tl.where(x > 30.0, 0.0, f)
     return tl.minimum(f, 1.0)
@@ -156,18 +159,6 @@ def store_state(states, b, h, s, memory, normaliser, C: tl.constexpr):
 
 
 @triton.jit
-def load_whole(state, place, at, C: tl.constexpr):
-    """Numbers `at` of a state in two tensors, memory and normaliser, or zeros for `None`; place: of the head in them."""
-    memory, normaliser = state
-    numbers, rest = zeros(at.shape[0]), at - C.D * C.E
-    if memory is not None:
-        numbers += tl.load(memory + place.to(tl.int64) * (C.D * C.E) + at, mask=rest < 0, other=0.0)
-    if normaliser is not None:
-        numbers += tl.load(normaliser + place.to(tl.int64) * C.D + rest, mask=(rest >= 0) & (rest < C.D), other=0.0)
-    return numbers
-
-
-@triton.jit
 def _swapped_halves(x):
     first, second = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
     return tl.reshape(tl.permute(tl.join(second, first), (0, 2, 1)), x.shape)
@@ -191,23 +182,26 @@ def turn(x, grid, place, C: tl.constexpr, BACK: tl.constexpr = False):
 
 
 @triton.jit
-def load_sinks(window, grid, b, kv, s, begin, C: tl.constexpr):
-    """Turned keys and values of the sinks that segment s sees, `[SINK_TILE, …]`, and their rows, −1 beyond the last."""
-    number = tl.arange(0, C.SINK_TILE)
-    if window.sink_key is None:
+def load_ahead(window, grid, b, kv, s, begin, number, C: tl.constexpr):
+    """Turned keys and values of the sinks and kept tokens in these places that segment s sees, and their rows, or −1."""
+    if window.ahead_key is None:
         row = rows_of(grid, b, begin, tl.where(number < C.SINKS, number, grid.width))
         keys, values = load_rows(window.key, b, kv, row, C.D), load_rows(window.value, b, kv, row, C.E)
     else:
-        row = number if grid.source is None else s * C.SINKS + number
-        row = tl.where(number < C.SINKS, row, -1)
-        keys, values = load_rows(window.sink_key, b, kv, row, C.D), load_rows(window.sink_value, b, kv, row, C.E)
+        there = number < C.SINKS
+        if C.KEPT > 0:
+            first = C.SINKS + C.KEPT - tl.minimum(tokens_left(grid, b, s), C.KEPT)
+            there = there | ((number >= first) & (number < C.SINKS + C.KEPT))
+        row = number if grid.source is None and C.KEPT == 0 else s * (C.SINKS + C.KEPT) + number
+        row = tl.where(there, row, -1)
+        keys, values = load_rows(window.ahead_key, b, kv, row, C.D), load_rows(window.ahead_value, b, kv, row, C.E)
     return keys.to(C.DTYPE), values.to(C.DTYPE), row
 
 
 @triton.jit
 def is_seen(s, begin, part: tl.constexpr, C: tl.constexpr):
     """Whether segment s, of a document that begins with another, sees this part of a window: its own segment, the W before
-    it, and last the sinks, which are seen where a segment would be."""
+    it, and last sinks and kept tokens, which are seen where a segment would be."""
     return (s - part >= begin) & ((s >= part) | (part > C.W))
 
 
@@ -218,16 +212,16 @@ def reach(grid, first, token, slots, part: tl.constexpr, C: tl.constexpr):
     if part == 0:
         end = tl.minimum(first + C.BM, end)
     if part > C.W:
-        place, end = C.SINKS + C.W * grid.length, 1
+        place, end = C.SINKS + C.KEPT + C.W * grid.length, C.SINKS + C.KEPT
     return tl.where(token >= 0, place + slots, -1), end
 
 
 @triton.jit
 def load_seen(window, grid, b, kv, s, begin, part: tl.constexpr, at, slots, C: tl.constexpr):
-    """Turned keys and values of this part of a window, a tile from slot `at` on or all sinks, and which the slots see."""
-    key_slots = at + tl.arange(0, C.BN)
+    """Turned keys and values of this part of a window, a tile from slot or place `at` on, and which the slots see."""
+    key_slots = at + tl.arange(0, C.AHEAD if part > C.W else C.BN)
     if part > C.W:
-        keys, values, row = load_sinks(window, grid, b, kv, s, begin, C)
+        keys, values, row = load_ahead(window, grid, b, kv, s, begin, key_slots, C)
     else:
         row = rows_of(grid, b, s - part, key_slots)
         keys, values = load_rows(window.key, b, kv, row, C.D), load_rows(window.value, b, kv, row, C.E)
@@ -238,15 +232,15 @@ def load_seen(window, grid, b, kv, s, begin, part: tl.constexpr, at, slots, C: t
 
 
 @triton.jit
-def holds_memory(grid, b, s):
-    """Whether there is anything to read from the memory of segment s (nothing is kept)."""
-    return tl.load(grid.held + b * (grid.segments + 1) + s) > 0
+def tokens_left(grid, b, s):
+    """How many tokens have left the window of segment s: as many as fit are kept, the others in its memory."""
+    return tl.load(grid.left + b * (grid.segments + 1) + s).to(tl.int32)
 
 
 @triton.jit
-def memory_share(gate, grid, b, h, s):
+def memory_share(gate, grid, b, h, s, C: tl.constexpr):
     """The memory's share of the output of head h in segment s."""
-    return tl.where(holds_memory(grid, b, s), tl.sigmoid(tl.load(gate + h).to(tl.float32)), 0.0)
+    return tl.where(tokens_left(grid, b, s) > C.KEPT, tl.sigmoid(tl.load(gate + h).to(tl.float32)), 0.0)
 
 
 @triton.jit

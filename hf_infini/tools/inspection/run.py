@@ -193,7 +193,7 @@ def _scores(call: AttentionCall, weights: Tensor) -> Tensor:
     softmax, query = call.softmax, call.tokens.query
     key = call.tokens.key.repeat_interleave(query.shape[1] // call.tokens.key.shape[1], 1)
     place = slice(0, 1)  # both in the same place of the window, whichever it is
-    own = (softmax.compared_queries(query, place) * softmax.compared_keys(key, place)).sum(-1) * softmax.scaling_of(query)
+    own = (softmax.compared(query, place) * softmax.compared(key, place)).sum(-1) * softmax.scaling_of(query)
     own = own if softmax.softcap is None else (own / softmax.softcap).tanh() * softmax.softcap
     log_sum = own - weights.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(weights.dtype).tiny).log()
     return weights.log() + log_sum.unsqueeze(-1)
