@@ -65,7 +65,10 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
         super().validate_memory_options()
 
     def __post_init__(self, **kwargs):
-        """Checks numbers before anything is computed of them."""
+        """Checks numbers before anything is computed of them, and that no option is ignored."""
+        for name in {"denominator", "memory_init", "n_segments"} & kwargs.keys():
+            if kwargs[name] not in (None, "separate", "zeros"):
+                raise ValueError(f"{name}={kwargs[name]!r} was an option of an earlier version: train without it.")
         for entry in dataclasses.fields(self):
             check_number(entry.name, getattr(self, entry.name), entry.metadata)
         super().__post_init__(**kwargs)

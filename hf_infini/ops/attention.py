@@ -136,15 +136,16 @@ def attend_grid(call: AttentionCall) -> Attended:
         all_weights.append(weights)
         with torch.autocast(tokens.key.device.type, enabled=False):
             outputs.append(rule.mix(local, queries, before, gate, filled).transpose(2, 3))
+        del queries, compared, keys, mask, values, seen, before, local  # or they are held while the next group is made
     output = layout.from_grid(outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
     weights = _weights_per_token(torch.cat(all_weights, 1), layout) if softmax.written_out else None
     return output, state_after(call, keeping, after) if call.return_state else None, weights
 
 
 def groups(call: AttentionCall, keeping: KeptInGrid | None, compare: bool = True) -> Iterator[tuple]:
-    """The segments of the grid, in groups: their queries; [`compared_window`], or, unless `compare`, perhaps `None`; the
-    values of the windows; what they see of what is kept, or `None`; whether the memory has anything for them; the states
-    that they read, and the one after them."""
+    """The segments of the grid, in groups: their queries; [`compared_window`], or `None` where `compare` is False and no
+    score needs it; the values of the windows; what they see of what is kept, or `None`; whether the memory has anything for
+    them; the states that they read, and the one after them."""
     tokens, _, layout, rule, softmax, state, *_ = call
     size, sinks = _group_size(layout, tokens.key), layout.sink_tokens
     queries_of = layout.to_grid(tokens.query, None).transpose(2, 3).split(size, 1)
@@ -158,7 +159,8 @@ def groups(call: AttentionCall, keeping: KeptInGrid | None, compare: bool = True
         written: Any = None if layout.writes_all else layout.written[:, begin:end, None, :, None]
         compared = seen = None
         if compare or (keeping is not None and keeping.sees):
-            compared = compared_window(queries, windows[0], layout, softmax, begin, end)
+            with torch.set_grad_enabled(compare and torch.is_grad_enabled()):
+                compared = compared_window(queries, windows[0], layout, softmax, begin, end)
         if keeping is not None:
             keeping.see(compared, begin, end, softmax)
             seen, evicted = keeping.choose(leaving, begin, end)
@@ -189,7 +191,7 @@ def compared_window(
 
 
 def state_after(call: AttentionCall, keeping: KeptInGrid | None, memory_and_normaliser: Any) -> InfiniState:
-    """The state after a call that has left these two."""
+    """The state after a call that ended with this memory and normaliser."""
     tokens, layout, state = call.tokens, call.layout, call.state
     if keeping is not None:
         tokens, state = keeping.scored(tokens, state)
@@ -244,9 +246,6 @@ def forced_backend(backend: str | Callable[[AttentionCall], Attended]) -> Iterat
         _forced.pop()
 
 
-WIDTHS = (16, 32, 64, 128)
-
-
 def _fits_kernels(call: AttentionCall) -> tuple[bool, str]:
     """Whether the kernels compute the call; the first reason against it."""
     if torch.compiler.is_compiling():  # before anything that a graph would have to follow
@@ -257,22 +256,20 @@ def _fits_kernels(call: AttentionCall) -> tuple[bool, str]:
         return False, "not on a CUDA device"
     if not isinstance(call.layout, GridLayout):
         return False, "one token for every row"
-    softmax = call.softmax
+    softmax, ahead = call.softmax, call.layout.segments * call.layout.ahead  # in the gradients of what is ahead of windows
     refused = {
         "triton is not installed": importlib.util.find_spec("triton") is None,
         "code that came with a model has no kernels": not __name__.endswith(".ops.attention"),
-        "kernels of this were not compared on a GPU yet; forced_backend('triton') takes them": (
-            not _forced and (call.layout.kept_tokens > 0 or call.rule.update_rule != "linear")
-        ),
         "local weights are returned": softmax.written_out,
         "no kernel for dropout": softmax.dropout > 0,
         "no kernel for softcap": softmax.softcap is not None,
         f"no kernel for {query.dtype}": not {query.dtype, key.dtype, value.dtype}
         <= {torch.bfloat16, torch.float16, torch.float32},
-        f"heads are {query.shape[3]} and {value.shape[3]} wide, not one of {', '.join(map(str, WIDTHS))}": (
-            not {query.shape[3], value.shape[3]} <= set(WIDTHS)
+        f"heads are {query.shape[3]} and {value.shape[3]} wide, not one of 16, 32, 64, 128": (
+            not {query.shape[3], value.shape[3]} <= {16, 32, 64, 128}
         ),
-        "a tensor of more numbers than 32 bits count": max(query.numel(), key.numel(), value.numel()) >= 2**31,
+        "a tensor of more numbers than 32 bits count": 2**31
+        <= max(*(part.numel() for part in (query, key, value)), ahead * key.shape[1] * (query.shape[3] + value.shape[3])),
     }
     for reason, holds in refused.items():
         if holds:
@@ -281,6 +278,8 @@ def _fits_kernels(call: AttentionCall) -> tuple[bool, str]:
         width = softmax.rotary[0].shape[-1]
         if width != query.shape[3] or _module("rotary").signed_sines(softmax) is None:
             return False, "no kernel for this way of turning by rotary positions"
+    if not _forced and (call.layout.kept_tokens or call.rule.update_rule != "linear"):
+        return False, "its kernels were not checked on a GPU yet; forced_backend('triton') uses them"
     return True, "Triton kernels"
 
 

@@ -60,7 +60,7 @@ class Case:
 
 def random_case(seed: int | random.Random, dtype=torch.float32, **fixed) -> Case:
     """A small problem of random shape: any of ragged padding, packing, grouped heads, sinks, log weights, rotary,
-    soft cap, query weights. What is drawn first of each choice is the simplest; [`cases`] shrinks to it."""
+    soft cap. What is drawn first of each choice is the simplest; [`cases`] shrinks to it."""
     pick = seed if isinstance(seed, random.Random) else random.Random(seed)
     draw = torch.Generator().manual_seed(seed if isinstance(seed, int) else pick.randrange(1000))
 

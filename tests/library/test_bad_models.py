@@ -103,6 +103,8 @@ DAMAGES = {
     "a segment without positions": (
         "infini_gpt2", entries(segment_length=5000, position_encoding="segment"), "is more than n_positions"
     ),  # fmt: skip
+    "two lengths": ("infini_gpt2", entries(n_segments=4), "n_segments=4 was an option of an earlier version"),
+    "an option that has gone": ("infini_gpt2", entries(denominator="shared"), "denominator='shared' was an option of an"),
     "no length": ("infini_gpt2", entries(segment_length=None), "give segment_length, the tokens of a segment"),
     "no rule": ("infini_gpt2", entries(update_rule="sum"), r"expected one of \('linear', 'delta', 'gated_delta'\), got sum"),
     "a rule's limits": (

@@ -71,7 +71,7 @@ WIDE = {"batch": 2, "heads": 4, "kv_heads": 2, "tokens": 300, "width": 64, "segm
 # Rounding of inputs and products to the dtype, against float64 and against the largest gradient
 HALF = {torch.bfloat16: 0.02, torch.float16: 0.003, torch.float32: 2e-6}
 
-KEEPING = {"kept_tokens": 100, "keep_score": "learned", "learned_score": torch.randn(2, 2, 300)}
+KEEPING = {"kept_tokens": 100, "keep_score": "learned", "learned_score": torch.linspace(-9, 9, 1200).sin().view(2, 2, 300)}
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -98,8 +98,11 @@ def test_the_kernels_are_as_exact_as_the_dtype(options, dtype, width):
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         again = results(leaves, "triton", upstream)
-    for one, other in zip(found, again, strict=True):  # a token that is kept by many segments gets sums in any order
-        assert torch.equal(one, other) or (options is KEEPING and torch.allclose(one, other, rtol=1e-2, atol=1e-3))
+    for number, (one, other) in enumerate(zip(found, again, strict=True)):
+        if options is KEEPING and number in (2, 3):  # of keys and values that many segments keep, sums are in any order
+            assert (one - other).abs().max() <= HALF[dtype] * other.abs().max()
+        else:
+            assert torch.equal(one, other)
     torch.cuda.synchronize()
 
 

@@ -1,7 +1,7 @@
 """The kernels compile for an H100, whether there is one or not, and keep what they work on in registers.
 
-pip install --no-deps --target build/kernels triton==3.6.0
-PYTHONPATH=build/kernels pytest tests/library/test_kernels_compiled.py
+    pip install --no-deps --target build/kernels triton==3.6.0
+    PYTHONPATH=build/kernels pytest tests/library/test_kernels_compiled.py
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 SHARED = 232_448  # bytes of shared memory that a block can have on an H100
 STACK = {64: 512, 128: 1536}  # bytes of a thread that are spilled, at most, by the width: the gradients of queries and keys
 LLAMA = {"heads": 4, "kv_heads": 2, "local_segments": 1, "sink_tokens": 4}
-# Sizes, dtype, and how many kernels are built: others write the memory of kept tokens and of the delta rules
+# Sizes, dtype, and how many kernels are built: plain torch writes the memory of the delta rules and of what is not kept
 CASES = {
     "GPT-2": ({"heads": 2, "kv_heads": 2, "width": 64}, torch.bfloat16, 7),
     "Llama": ({**LLAMA, "width": 64}, torch.bfloat16, 9),

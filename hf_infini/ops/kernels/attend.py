@@ -2,7 +2,7 @@
 
 A layer reads its inputs two or three times: scores, features and what was read never leave the chip. Training keeps what
 the window found, one number a token and head, and the states of the segments, and computes the rest again. The linear rule's
-states come from kernels too; those of other rules, what is kept, and what is written in its place from plain torch.
+states come from kernels too; those of other rules, what is kept, and what the memory takes in instead, from plain torch.
 """
 
 import functools
@@ -24,7 +24,7 @@ from . import backward, forward
 from .parts import INTERPRETED, Constants, Known, Rows, Seeing, Window
 from .rotary import signed_sines
 
-# By kernel: tokens at a time, warps and stages of the pipeline, the fastest of eight on an H100; and a program's share
+# By kernel: tokens at a time, warps and stages, but for `ahead` the fastest of eight on an H100; and a program's share
 KERNELS: dict[str, tuple[Any, dict[str, int], str]] = {
     "turn": (forward.turn_kernel, {"BM": 32, "num_warps": 4, "num_stages": 2}, "BM"),
     "write": (forward.write_kernel, {"BN": 64, "num_warps": 4, "num_stages": 3}, "segment"),
@@ -121,16 +121,15 @@ def run(call: AttentionCall) -> Attended:
     with torch.cuda.device_of(query):  # else Triton takes the current one
         output, last = Attend.apply(*tensors, call.gate, before, states, Launcher(call, query, key, value, states is None))
     if last is not None:
-        width = key.shape[3]
-        memory, normaliser = last.split([last.shape[2] - width, width], 2)
-        after = memory.unflatten(2, (width, -1)), normaliser
+        after = last[..., : -key.shape[3]].unflatten(2, (key.shape[3], -1)), last[..., -key.shape[3] :]
     return output.to(call.tokens.value.dtype), state_after(call, keeping, after) if call.return_state else None, None
 
 
 def _by_torch(call: AttentionCall, keeping: KeptInGrid | None) -> tuple[Kept | None, Tensor, State]:
     """What each segment sees of what is kept; the state that it reads, `[batch, kv_heads, segments, D · E + D]`; and memory
     and normaliser after the call."""
-    *_, seen, _, befores, afters = zip(*groups(call, keeping, compare=False), strict=True)
+    found = [(each[3], *each[5:]) for each in groups(call, keeping, compare=False)]
+    seen, befores, afters = zip(*found, strict=True)
     memory, normaliser = (torch.cat(parts, 1) for parts in zip(*befores, strict=True))
     if not call.rule.normalised:  # by which no read is divided
         normaliser = memory.new_zeros(memory.shape[:-1])
@@ -138,7 +137,7 @@ def _by_torch(call: AttentionCall, keeping: KeptInGrid | None) -> tuple[Kept | N
     return seen, torch.cat([memory.flatten(3), normaliser], 3).transpose(1, 2), afters[-1]
 
 
-def _ahead(call: AttentionCall, seen: Any, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+def _ahead(call: AttentionCall, seen: Any, dtype: torch.dtype) -> tuple:
     """`ahead_key` and `ahead_value` of a [`Window`], where they are apart: kept tokens, and with them sinks; or sinks that
     may be in the state's window, which the grid does not hold."""
     layout, compared, sinks = call.layout, call.softmax.compared, call.layout.sink_tokens
@@ -151,8 +150,7 @@ def _ahead(call: AttentionCall, seen: Any, dtype: torch.dtype) -> tuple[Tensor |
         key, value = (part.expand(-1, layout.segments, -1, -1, -1) for part in (key, value))
         key = sinks_before_kept(key, layout, call.softmax, 0, layout.segments)
         parts = [key, compared(seen.key, slice(sinks, layout.ahead))], [value, seen.value]
-    key, value = (torch.cat([part.to(dtype).transpose(1, 2) for part in own], 3).flatten(2, 3) for own in parts)
-    return key, value
+    return tuple(torch.cat([part.to(dtype).transpose(1, 2) for part in own], 3).flatten(2, 3) for own in parts)
 
 
 def _with_window(layout: GridLayout, new: Any, window: Any) -> Any:

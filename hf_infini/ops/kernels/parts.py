@@ -190,7 +190,7 @@ def load_ahead(window, grid, b, kv, s, begin, number, C: tl.constexpr):
     else:
         there = number < C.SINKS
         if C.KEPT > 0:
-            first = C.SINKS + C.KEPT - tl.minimum(tokens_left(grid, b, s), C.KEPT)
+            first = C.SINKS + C.KEPT - tl.minimum(tokens_left(grid, b, s), C.KEPT).to(tl.int32)
             there = there | ((number >= first) & (number < C.SINKS + C.KEPT))
         row = number if grid.source is None and C.KEPT == 0 else s * (C.SINKS + C.KEPT) + number
         row = tl.where(there, row, -1)
@@ -234,7 +234,7 @@ def load_seen(window, grid, b, kv, s, begin, part: tl.constexpr, at, slots, C: t
 @triton.jit
 def tokens_left(grid, b, s):
     """How many tokens have left the window of segment s: as many as fit are kept, the others in its memory."""
-    return tl.load(grid.left + b * (grid.segments + 1) + s).to(tl.int32)
+    return tl.load(grid.left + b * (grid.segments + 1) + s)
 
 
 @triton.jit
