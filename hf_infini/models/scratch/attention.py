@@ -73,24 +73,22 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
                 raise ValueError("attention='none' and 'learned' or 'sinusoidal' positions are a model's: choose others.")
         self.config = self.options = config
         self.layer_idx = layer_idx
-        self.num_heads = num_heads
-        self.head_dim = d_out // num_heads
+        self.num_heads, self.head_dim = num_heads, d_out // num_heads
         self.head_counts = num_heads, num_heads, self.head_dim
         self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.out_proj = nn.Linear(d_out, d_out)
         self.dropout = nn.Dropout(dropout)
-        heads, width = num_heads, self.head_dim
         if config.score == "general":
-            self.score_weight = nn.Parameter(torch.empty(heads, width, width))
+            self.score_weight = nn.Parameter(torch.empty(num_heads, self.head_dim, self.head_dim))
         elif config.score == "additive":
-            self.score_weight = nn.Parameter(torch.empty(heads, width, 2 * width))
-            self.score_vector = nn.Parameter(torch.empty(heads, width))
+            self.score_weight = nn.Parameter(torch.empty(num_heads, self.head_dim, 2 * self.head_dim))
+            self.score_vector = nn.Parameter(torch.empty(num_heads, self.head_dim))
         if config.position_encoding == "relative_key":
-            self.relative_table = nn.Parameter(torch.empty(config.max_distance + 1, width))
+            self.relative_table = nn.Parameter(torch.empty(config.max_distance + 1, self.head_dim))
         elif config.position_encoding == "t5":
-            self.relative_bias = nn.Parameter(torch.empty(config.num_buckets, heads))
+            self.relative_bias = nn.Parameter(torch.empty(config.num_buckets, num_heads))
         if config.attention == "infini":
             self.add_memory_parameters(d_in)
         self.init_head_parameters()
@@ -190,12 +188,9 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
 
     def score_options(self, infini: SharedInputs) -> ScoreOptions:
         """How the windows of `attention="infini"` are computed."""
-        return ScoreOptions(
-            scaling=self.head_dim**-0.5 if self.config.score == "scaled_dot" else 1.0,
-            dropout=self.dropout.p if self.training else 0.0,
-            written_out=infini.return_weights,
-            rotary=infini.rotary.get(None),
-        )
+        scaling = self.head_dim**-0.5 if self.config.score == "scaled_dot" else 1.0
+        dropout = self.dropout.p if self.training else 0.0
+        return ScoreOptions(scaling, dropout, infini.return_weights, rotary=infini.rotary.get(None))
 
     def _with_cached(self, hidden_states, position_ids, cache) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the new tokens; keys and values of these and of the cached ones."""

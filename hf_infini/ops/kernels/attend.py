@@ -108,9 +108,7 @@ def run(call: AttentionCall) -> Attended:
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     key, value, log_weight = (_with_window(layout, *pair) for pair in zip(new, state.windows(), strict=False))
     query, key, value = (part.to(dtype) for part in (query, key, value))
-    memory_query = memory_key = seen = before = None
-    if not rule.normalised:
-        memory_query = rule.features(query.float())
+    memory_query, memory_key, seen, before = None if rule.normalised else rule.features(query.float()), None, None, None
     if keeping is not None or rule.update_rule != "linear":
         seen, states, after = _by_torch(call, keeping)
     else:
