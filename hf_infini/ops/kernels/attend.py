@@ -126,7 +126,7 @@ def run(call: AttentionCall) -> Attended:
 def _by_torch(call: AttentionCall, keeping: KeptInGrid | None) -> tuple[Kept | None, Tensor, State]:
     """What each segment sees of what is kept; the state that it reads, `[batch, kv_heads, segments, D · E + D]`; and memory
     and normaliser after the call."""
-    found = [(each[3], *each[5:]) for each in groups(call, keeping, compare=False)]
+    found = [(seen, before, after) for *_, seen, _, before, after in groups(call, keeping, compare=False)]
     seen, befores, afters = zip(*found, strict=True)
     memory, normaliser = (torch.cat(parts, 1) for parts in zip(*befores, strict=True))
     if not call.rule.normalised:  # by which no read is divided
