@@ -41,24 +41,25 @@ def train(model: Recaller, training: Sequence[Rows], tests: Sequence[tuple[Part,
     batches = [batch for rows in training for batch in rows.batches(options.batch_size)]
     tokens = sum(batch.inputs.numel() for batch in batches)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    optimizer = torch.optim.AdamW(model.parameter_groups(WEIGHT_DECAY), lr=rate, fused=True)
+    on_gpu = device.type == "cuda"
+    first = torch.tensor(rate, device=device) if on_gpu else rate  # graphs read it where it is
+    optimizer = torch.optim.AdamW(model.parameter_groups(WEIGHT_DECAY), lr=first, fused=True, capturable=on_gpu)
     history = _restore(model, optimizer, file) if file.exists() else []
     if history:
         say(f"  from epoch {len(history) + 1}")
+    step = (GraphedSteps if on_gpu else Steps)(model, optimizer, dtype)
     model.train()
     while not _has_ended(history, options):
-        epoch, clock, total = len(history), time.perf_counter(), 0.0
+        epoch, clock = len(history), time.perf_counter()
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for group in optimizer.param_groups:
-            group["lr"] = rate * (1 + math.cos(math.pi * epoch / options.epochs)) / 2
+            now = rate * (1 + math.cos(math.pi * epoch / options.epochs)) / 2
+            group["lr"] = group["lr"].fill_(now) if on_gpu else now
         name = f"epoch {epoch + 1}/{options.epochs}"
         for place, batch in enumerate(tqdm(batches, name, unit="step", leave=False)):
             torch.manual_seed(options.seed + epoch * len(batches) + place)  # dropout is the same after a restart
-            loss = model.loss(batch.to(device), dtype)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            total += loss.item()
-        mean, found = total / len(batches), evaluate(model, tests)
+            total += step(batch.to(device))
+        mean, found = total.item() / len(batches), evaluate(model, tests)
         seconds = (history[-1]["seconds"] if history else 0.0) + time.perf_counter() - clock
         line = {"epoch": epoch + 1, "loss": mean if math.isfinite(mean) else None, **found}
         history.append(line | {"tokens": (epoch + 1) * tokens, "seconds": round(seconds, 3)})
@@ -66,6 +67,51 @@ def train(model: Recaller, training: Sequence[Rows], tests: Sequence[tuple[Part,
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "history": history}, part)
         say(f"  {name}: loss {mean:.4f}, accuracy {found['accuracy']:.3f}, {duration(seconds)}")
     return history
+
+
+class Steps:
+    """Training steps. Called with a batch on the model's device, one returns its loss, `[]`."""
+
+    def __init__(self, model: Recaller, optimizer, dtype: torch.dtype):
+        self.model, self.optimizer, self.dtype = model, optimizer, dtype
+
+    def __call__(self, batch: Rows) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model.loss(batch, self.dtype)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+class GraphedSteps(Steps):
+    """The same on a GPU, where so small a model would mostly wait for the CPU: one CUDA graph for each shape of a batch,
+    after its first. A replay reads the generator's seed, and dropout draws what it would without a graph."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, Rows, Tensor] | None] = {}
+        self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # autograd remembers its stream
+
+    def __call__(self, batch: Rows) -> Tensor:
+        shape = batch.inputs.shape, batch.places.shape
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            if shape not in self.graphs:  # what is made at a first call cannot be in a graph
+                self.graphs[shape] = None
+                loss = super().__call__(batch)
+            else:
+                graph, held, loss = self.graphs[shape] = self.graphs[shape] or self.captured(batch)
+                held.inputs.copy_(batch.inputs), held.places.copy_(batch.places), held.values.copy_(batch.values)
+                graph.replay()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return loss
+
+    def captured(self, batch: Rows) -> tuple[torch.cuda.CUDAGraph, Rows, Tensor]:
+        """The graph of a step, the batch that it reads and the loss that it leaves."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, self.pool, self.stream):
+            loss = super().__call__(batch)
+        return graph, batch, loss
 
 
 def _has_ended(history: list[dict], options) -> bool:
