@@ -67,11 +67,15 @@ class Kept(NamedTuple):
 
     def taken(self, index: Tensor) -> "Kept":
         """The tokens at these indices, `[B, N, K, tokens, …]` each; `index`: `[B, N, K, tokens]`, −1 for none."""
-        batch, heads, count = self.position.shape[:3]
-        first = torch.arange(batch * heads, device=index.device).view(batch, 1, heads, 1) * count
-        flat = (index.clamp(min=0) + first).flatten()
-        found = self.map(lambda part: part.flatten(0, 2).index_select(0, flat).unflatten(0, index.shape))
+        found = self.map(lambda part: take(part, index))
         return found._replace(position=found.position.masked_fill((index < 0).unsqueeze(-1), -1))
+
+
+def take(part: Tensor, index: Tensor) -> Tensor:
+    """`[B, N, K, tokens, …]` of `[B, K, rows, …]` at `index` `[B, N, K, tokens]`; anything at −1."""
+    batch, heads, count = part.shape[:3]
+    first = torch.arange(batch * heads, device=index.device).view(batch, 1, heads, 1) * count
+    return part.flatten(0, 2).index_select(0, (index.clamp(min=0) + first).flatten()).unflatten(0, index.shape)
 
 
 def first_scores(keep_score: str, key: Tensor, learned: Tensor | None) -> Tensor:
@@ -205,27 +209,38 @@ def choose(
     K, places + N · C, R]`; `there`: `[B, places]` bool, in which places anything was kept before; `written`: `[B or 1, N,
     C]` bool, which tokens there are to keep or evict; `shares`: places for each score; `documents`: `None`: one."""
     (batch, heads), (segments, slots), places = scores.shape[:2], written.shape[1:], there.shape[1]
-    numbers = torch.arange(segments, device=scores.device).unsqueeze(1)
+    numbers = torch.arange(segments, device=scores.device)[:, None, None]
     # While which segment is read each row leaves the window: −1 before the first, `segments` where there is none
-    time = torch.where(written, numbers, segments).flatten(1).expand(batch, -1)
+    time = torch.where(written, numbers[:, 0], segments).flatten(1).expand(batch, -1)
     time = torch.cat([torch.where(there, -1, segments), time], 1).unsqueeze(1)
-    left = time <= numbers  # [B, N, rows]
-    if documents is not None:  # of documents that nobody reads any more nothing is kept or evicted
+    of = None
+    if documents is not None:
         of, reading = documents
-        of = torch.cat([reading[:, :1].expand(-1, places), of.repeat_interleave(slots, 1)], 1)
-        left = left & (of.unsqueeze(1) == reading[:, 1:, None])
-    left = left.unsqueeze(2).expand(-1, -1, heads, -1)
-    stays = torch.zeros_like(left)
+        of = torch.cat([reading[:, :1].expand(-1, places), of.repeat_interleave(slots, 1)], 1).unsqueeze(1).expand_as(time)
+
+    def have_left(time: Tensor, of: Tensor | None) -> Tensor:
+        """`[B, N, K or 1, rows]`: of documents that nobody reads any more nothing is kept or evicted."""
+        left = time.unsqueeze(1) <= numbers
+        return left if of is None else left & (of.unsqueeze(1) == reading[:, 1:, None, None])
+
+    left, stays = have_left(time, of), None
     for share, score in zip(shares, scores.unbind(-1), strict=True):
-        order = score.argsort(dim=-1, descending=True, stable=True).unsqueeze(1).expand_as(left)
-        free = (left & ~stays).gather(-1, order)
-        stays = stays | torch.zeros_like(stays).scatter(-1, order, free & (free.cumsum(-1) <= share))
+        order = score.argsort(dim=-1, descending=True, stable=True)
+        if stays is None:
+            best = have_left(*(part if part is None else part.expand_as(order).gather(-1, order) for part in (time, of)))
+        else:
+            best = (left & ~stays).gather(-1, order.unsqueeze(1).expand_as(stays))
+        # The rows, of all in this order, with at most so many before the next that could stay
+        first = (best.cumsum(-1, dtype=torch.int32) <= share).sum(-1, keepdim=True)
+        staying = left & (order.argsort().unsqueeze(1) < first)
+        stays = staying if stays is None else stays | staying
     held = torch.cat([(time < 0).unsqueeze(2).expand(-1, -1, heads, -1), stays], 1)
-    goes = left & ~stays & (held[:, :-1] | (time == numbers).unsqueeze(2))
+    goes = left & ~stays & (held[:, :-1] | (time.unsqueeze(1) == numbers))
     return rows_in_order(held, places), rows_in_order(goes, slots)
 
 
 def rows_in_order(chosen: Tensor, size: int) -> Tensor:
     """The numbers of the rows that are chosen, of `[…, rows]` bool, `[…, size]`, right-aligned, −1 for none."""
-    rows = torch.arange(chosen.shape[-1], device=chosen.device)
-    return torch.where(chosen, rows, -1).topk(size).values.flip(-1)
+    count = chosen.cumsum(-1, dtype=torch.int32)
+    wanted = count[..., -1:] - torch.arange(size - 1, -1, -1, dtype=torch.int32, device=count.device)
+    return torch.searchsorted(count, wanted).masked_fill(wanted <= 0, -1)
