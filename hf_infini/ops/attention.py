@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_arguments, check_kinds
+from .checks import check_arguments
 from .kept import KeptInGrid, choosable_segments, first_scores, sinks_before_kept, with_kept
 from .layout.base import GridLayout
 from .layout.build import segment_layout
@@ -31,7 +31,6 @@ from .window import ScoreOptions, window_attention
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
 
 
-@check_kinds
 def infini_attention(
     query: Tensor,
     key: Tensor,
@@ -117,37 +116,23 @@ def attend(call: AttentionCall) -> Attended:
     """What a model's layers call: output, state and, where `softmax.written_out`, local weights, `[batch, heads, tokens,
     places]`: column `c` is place `c` of the query's window, first the sinks, seen once they have left its segments, then
     kept tokens, then the segments, the query's own last."""
+    call, forced = prepared(call), _forced[-1] if _forced else None
+    return forced(call) if callable(forced) else choose(call, forced)[0](call)
+
+
+def prepared(call: AttentionCall) -> AttentionCall:
+    """The call with the scores of its tokens and a state of their dtype. ValueError where the state does not fit."""
     tokens, layout, rule = call.tokens, call.layout, call.rule
     if layout.kept_tokens:
         tokens = tokens._replace(score=first_scores(rule.keep_score, tokens.key, tokens.score))
-    call = call._replace(tokens=tokens, state=call.state.checked_for(tokens, layout.places, rule.normalised))
-    forced = _forced[-1] if _forced else None
-    return forced(call) if callable(forced) else choose(call)[0](call)
+    return call._replace(tokens=tokens, state=call.state.checked_for(tokens, layout.places, rule.normalised))
 
 
 def attend_grid(call: AttentionCall) -> Attended:
-    """[`attend`] for any call but one of a token per row."""
-    tokens, gate, layout, rule, softmax, *_ = call
-    keeping, outputs, all_weights, after = keeping_of(call), [], [], None
-    for queries, (compared, keys, mask), values, seen, filled, before, after in groups(call, keeping):  # noqa: B007
-        if seen is not None:
-            keys, values, mask = with_kept(keys, values, mask, seen, layout, softmax)
-        local, weights = window_attention(compared, keys, values, mask, softmax)
-        all_weights.append(weights)
-        with torch.autocast(tokens.key.device.type, enabled=False):
-            outputs.append(rule.mix(local, queries, before, gate, filled).transpose(2, 3))
-        del queries, compared, keys, mask, values, seen, before, local  # or they are held while the next group is made
-    output = layout.from_grid(outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
-    weights = _weights_per_token(torch.cat(all_weights, 1), layout) if softmax.written_out else None
-    return output, state_after(call, keeping, after) if call.return_state else None, weights
-
-
-def groups(call: AttentionCall, keeping: KeptInGrid | None, compare: bool = True) -> Iterator[tuple]:
-    """The segments of the grid, in groups: their queries; [`compared_window`], or `None` where `compare` is False and no
-    score needs it; the values of the windows; what they see of what is kept, or `None`; whether the memory has anything for
-    them; the states that they read, and the one after them."""
-    tokens, _, layout, rule, softmax, state, *_ = call
-    size, sinks = _group_size(layout, tokens.key), layout.sink_tokens
+    """[`attend`] for any call but one of a token per row, by plain torch, one group of segments after the other."""
+    tokens, gate, layout, rule, softmax, state, *_ = call
+    keeping, outputs, all_weights = keeping_of(call), [], []
+    size, sinks = group_size(layout, tokens.key), layout.sink_tokens
     queries_of = layout.to_grid(tokens.query, None).transpose(2, 3).split(size, 1)
     pairs: Any = zip(tokens[1:4], state.windows(), strict=False)  # of keys, values and log weights
     windows_of = [[None] * len(queries_of) if new is None else layout.windows(new, old).split(size, 1) for new, old in pairs]
@@ -157,20 +142,26 @@ def groups(call: AttentionCall, keeping: KeptInGrid | None, compare: bool = True
         # What leaves the windows while they are seen is what the memory takes in
         leaving: Any = [None if window is None else window[..., sinks : sinks + layout.slots, :] for window in windows]
         written: Any = None if layout.writes_all else layout.written[:, begin:end, None, :, None]
-        compared = seen = None
-        if compare or (keeping is not None and keeping.sees):
-            with torch.set_grad_enabled(compare and torch.is_grad_enabled()):
-                compared = compared_window(queries, windows[0], layout, softmax, begin, end)
+        values, (compared, keys, mask) = windows[1], compared_window(queries, windows[0], layout, softmax, begin, end)
         if keeping is not None:
-            keeping.see(compared, begin, end, softmax)
+            keeping.see((compared, keys, mask), begin, end, softmax)
             seen, evicted = keeping.choose(leaving, begin, end)
             leaving, written = evicted[:3], evicted.position >= 0
+            keys, values, mask = with_kept(keys, values, mask, seen, layout, softmax)
+            del seen, evicted
+        local, weights = window_attention(compared, keys, values, mask, softmax)
+        all_weights.append(weights)
+        filled = (layout.left[:, begin:end] > layout.kept_tokens)[:, :, None, None, None]
         with torch.autocast(tokens.key.device.type, enabled=False):
             parts = rule.written(leaving[0].to(dtype), leaving[1].to(dtype), leaving[2], written)
             before, after = rule.states(parts, *after, layout.continues(begin, end))
-        filled = (layout.left[:, begin:end] > layout.kept_tokens)[:, :, None, None, None]
-        yield queries, compared, windows[1], seen, filled, before, after
+            outputs.append(rule.mix(local, queries, before, gate, filled).transpose(2, 3))
+        # Or they are held while the next group is made
+        del queries, windows, leaving, compared, keys, mask, values, parts, before, local
         begin = end
+    output = layout.from_grid(outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
+    weights = _weights_per_token(torch.cat(all_weights, 1), layout) if softmax.written_out else None
+    return output, state_after(call, keeping, after) if call.return_state else None, weights
 
 
 def keeping_of(call: AttentionCall) -> KeptInGrid | None:
@@ -180,7 +171,7 @@ def keeping_of(call: AttentionCall) -> KeptInGrid | None:
 
 def compared_window(
     query: Tensor, key: Tensor, layout: GridLayout, softmax: ScoreOptions, begin: int, end: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Any]:
     """Queries `[B, N, H, C, D]` and keys `[B, N, K, W, D]` of the windows of these segments, sinks first, as they are
     compared, and which see which; without kept tokens."""
     compared, sinks = softmax.compared(key, layout.key_places()), layout.sink_tokens
@@ -202,7 +193,7 @@ def state_after(call: AttentionCall, keeping: KeptInGrid | None, memory_and_norm
     return state.after(layout, memory=memory, normaliser=normaliser)
 
 
-def _group_size(layout: GridLayout, key: Tensor) -> int:
+def group_size(layout: GridLayout, key: Tensor) -> int:
     """Segments that are worked on at a time: all in a graph, for the compiler keeps intermediate results small."""
     fits = layout.segments
     if not torch.compiler.is_compiling():
@@ -219,10 +210,10 @@ def _weights_per_token(weights: Tensor, layout: GridLayout) -> Tensor:
     return layout.from_grid(whole.transpose(2, 3))
 
 
-def choose(call: AttentionCall) -> tuple[Callable[[AttentionCall], Attended], str]:
+def choose(call: AttentionCall, forced: str | None = None) -> tuple[Callable[[AttentionCall], Attended], str]:
     """What computes the call, the first of [`BACKENDS`] that fits, or the one whose name is forced; and what each says of it
     up to that one. ValueError where a backend is forced that does not fit, or that there is not."""
-    forced, reasons = _forced[-1] if _forced else None, []
+    reasons = []
     for name, (fits, run) in BACKENDS.items():
         if forced in (None, name):
             fitting, reason = fits(call)
@@ -258,6 +249,7 @@ def _fits_kernels(call: AttentionCall) -> tuple[bool, str]:
         return False, "one token for every row"
     softmax, ahead = call.softmax, call.layout.segments * call.layout.ahead  # in the gradients of what is ahead of windows
     refused = {
+        f"no kernel for the update rule {call.rule.update_rule!r}": call.rule.update_rule != "linear",
         "triton is not installed": importlib.util.find_spec("triton") is None,
         "code that came with a model has no kernels": not __name__.endswith(".ops.attention"),
         "local weights are returned": softmax.written_out,
@@ -265,6 +257,8 @@ def _fits_kernels(call: AttentionCall) -> tuple[bool, str]:
         "no kernel for softcap": softmax.softcap is not None,
         f"no kernel for {query.dtype}": not {query.dtype, key.dtype, value.dtype}
         <= {torch.bfloat16, torch.float16, torch.float32},
+        "no kernel for this way of turning by rotary positions": softmax.rotary is not None
+        and (len(softmax.rotary) != 2 or softmax.rotary[0].shape[-1] != query.shape[3]),
         f"heads are {query.shape[3]} and {value.shape[3]} wide, not one of 16, 32, 64, 128": (
             not {query.shape[3], value.shape[3]} <= {16, 32, 64, 128}
         ),
@@ -274,12 +268,8 @@ def _fits_kernels(call: AttentionCall) -> tuple[bool, str]:
     for reason, holds in refused.items():
         if holds:
             return False, reason
-    if softmax.rotary is not None:
-        width = softmax.rotary[0].shape[-1]
-        if width != query.shape[3] or _module("rotary").signed_sines(softmax) is None:
-            return False, "no kernel for this way of turning by rotary positions"
-    if not _forced and (call.layout.kept_tokens or call.rule.update_rule != "linear"):
-        return False, "its kernels were not checked on a GPU yet; forced_backend('triton') uses them"
+    if (reason := _module("agreement").disagreement(call)) is not None:
+        return False, reason
     return True, "Triton kernels"
 
 

@@ -34,9 +34,9 @@ class Kept(NamedTuple):
     its document, int64, `[B, K, tokens, 1]`; −1 where there is none, and the others mean nothing."""
 
     key: Tensor
-    value: Tensor
+    value: Any
     log_weight: Tensor | None
-    score: Tensor
+    score: Any
     position: Tensor
 
     @classmethod
@@ -67,15 +67,16 @@ class Kept(NamedTuple):
 
     def taken(self, index: Tensor) -> "Kept":
         """The tokens at these indices, `[B, N, K, tokens, …]` each; `index`: `[B, N, K, tokens]`, −1 for none."""
-        found = self.map(lambda part: take(part, index))
+        rows = row_numbers(index, self.position.shape[2])
+        found = self.map(lambda part: part.flatten(0, 2).index_select(0, rows).unflatten(0, index.shape))
         return found._replace(position=found.position.masked_fill((index < 0).unsqueeze(-1), -1))
 
 
-def take(part: Tensor, index: Tensor) -> Tensor:
-    """`[B, N, K, tokens, …]` of `[B, K, rows, …]` at `index` `[B, N, K, tokens]`; anything at −1."""
-    batch, heads, count = part.shape[:3]
-    first = torch.arange(batch * heads, device=index.device).view(batch, 1, heads, 1) * count
-    return part.flatten(0, 2).index_select(0, (index.clamp(min=0) + first).flatten()).unflatten(0, index.shape)
+def row_numbers(index: Tensor, count: int) -> Tensor:
+    """Of the rows at `index` `[B, …, K, tokens]` of `[B, K, count, …]`, the places in `[B · K · count, …]`; any for −1."""
+    batch, heads = index.shape[0], index.shape[-2]
+    first = torch.arange(batch * heads, device=index.device).view(batch, *(1,) * (index.dim() - 3), heads, 1) * count
+    return (index.clamp(min=0) + first).flatten()
 
 
 def first_scores(keep_score: str, key: Tensor, learned: Tensor | None) -> Tensor:
@@ -190,15 +191,16 @@ def keep_best(
     kept: Kept, leaving: Kept, written: Tensor, keep_score: str, layout: Layout, documents: Documents | None = None
 ) -> tuple[Kept, Kept, Kept]:
     """What each segment sees of what is kept, `[B, N, K, places, …]`; what is kept after the last, `[B, K, places, …]`; and
-    what the memory takes in after each, `[B, N, K, C, …]`. `leaving`: the tokens of the segments that leave the window one
-    after the other, `[B, N, K, C, …]` each, scores as in a window; `written`, `documents`: as in [`choose`]."""
+    what the memory takes in after each, `[B, N, K, C, …]`, the first and the last without scores.
+    `leaving`: the tokens of the segments that leave the window one after the other, `[B, N, K, C, …]` each, scores as in a
+    window; `written`, `documents`: as in [`choose`]."""
     scores = final_scores(keep_score, leaving, layout)
     rows = kept.map(lambda old, new: torch.cat([old, new.transpose(1, 2).flatten(2, 3)], 2), leaving._replace(score=scores))
     there, count = kept.position[:, 0, :, 0] >= 0, len(KEEP_SCORES[keep_score])
     shares = [(layout.kept_tokens + number) // count for number in reversed(range(count))]  # the first gets the odd place
     best, evicted = choose(rows.score, there, written, shares, documents)
-    last = rows.taken(best[:, -1:]).map(lambda part: part.squeeze(1))
-    return rows.taken(best[:, :-1]), last, rows.taken(evicted)
+    last, told = rows.taken(best[:, -1:]).map(lambda part: part.squeeze(1)), rows._replace(score=None)
+    return told.taken(best[:, :-1]), last, told.taken(evicted)
 
 
 def choose(
@@ -213,27 +215,25 @@ def choose(
     # While which segment is read each row leaves the window: −1 before the first, `segments` where there is none
     time = torch.where(written, numbers[:, 0], segments).flatten(1).expand(batch, -1)
     time = torch.cat([torch.where(there, -1, segments), time], 1).unsqueeze(1)
-    of = None
+    known = [time]
     if documents is not None:
         of, reading = documents
-        of = torch.cat([reading[:, :1].expand(-1, places), of.repeat_interleave(slots, 1)], 1).unsqueeze(1).expand_as(time)
+        known.append(torch.cat([reading[:, :1].expand(-1, places), of.repeat_interleave(slots, 1)], 1).unsqueeze(1))
 
-    def have_left(time: Tensor, of: Tensor | None) -> Tensor:
+    def have_left(time: Tensor, of: Tensor | None = None) -> Tensor:
         """`[B, N, K or 1, rows]`: of documents that nobody reads any more nothing is kept or evicted."""
         left = time.unsqueeze(1) <= numbers
         return left if of is None else left & (of.unsqueeze(1) == reading[:, 1:, None, None])
 
-    left, stays = have_left(time, of), None
-    for share, score in zip(shares, scores.unbind(-1), strict=True):
+    left, stays = have_left(*known), torch.zeros((), dtype=torch.bool, device=scores.device)
+    for number, (share, score) in enumerate(zip(shares, scores.unbind(-1), strict=True)):
         order = score.argsort(dim=-1, descending=True, stable=True)
-        if stays is None:
-            best = have_left(*(part if part is None else part.expand_as(order).gather(-1, order) for part in (time, of)))
-        else:
-            best = (left & ~stays).gather(-1, order.unsqueeze(1).expand_as(stays))
+        best = have_left(*(part.expand_as(order).gather(-1, order) for part in known))
+        if number:
+            best = best & ~stays.gather(-1, order.unsqueeze(1).expand_as(stays))
         # The rows, of all in this order, with at most so many before the next that could stay
         first = (best.cumsum(-1, dtype=torch.int32) <= share).sum(-1, keepdim=True)
-        staying = left & (order.argsort().unsqueeze(1) < first)
-        stays = staying if stays is None else stays | staying
+        stays = stays | (left & (order.argsort().unsqueeze(1) < first))
     held = torch.cat([(time < 0).unsqueeze(2).expand(-1, -1, heads, -1), stays], 1)
     goes = left & ~stays & (held[:, :-1] | (time.unsqueeze(1) == numbers))
     return rows_in_order(held, places), rows_in_order(goes, slots)

@@ -1,29 +1,29 @@
 """Which backend computes the attention of a model's layers, and why."""
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from ..compat.execution_device import device_of
-from ..layers.memory_layer import memory_layers
-from ..ops.attention import choose
-from ..ops.layout.build import segment_layout
-from ..ops.state import AttentionCall, InfiniState, Projections
-from ..ops.window import ScoreOptions
+from ..layers.memory_layer import in_evaluation, memory_layers
+from ..ops.attention import attend_grid, choose, forced_backend
+from ..ops.state import Attended, AttentionCall
+from ..options import context_limit
 
 
-def backend_of(model: nn.Module, batch: int = 1, tokens: int = 1024) -> dict[str, str]:
-    """By the name of each layer with a memory, which backend computes a call of `[batch, tokens]` that begins a text (the
-    last one), and why: "step: not one token for every row; grid: plain torch, …". ValueError where no layer has a memory."""
-    found = {}
-    for name, layer in memory_layers(model).items():
-        heads, kv_heads, width = layer.head_counts
-        like = torch.empty((), device=device_of(layer), dtype=layer.gate.weight.dtype)
-        query, key = (like.expand(batch, count, tokens, width) for count in (heads, kv_heads))
-        projections = Projections(query, key, key)
-        layout = segment_layout(batch, tokens, *layer.window, device=like.device)
-        state = InfiniState.initial(key, key, *layer.window, rule=layer.rule)
-        call = AttentionCall(projections, layer.gate(), layout, layer.rule, ScoreOptions(), state)
-        found[name] = choose(call)[1]
-    if not found:
+def backend_of(model: PreTrainedModel, batch: int = 1, tokens: int = 1024) -> dict[str, str]:
+    """By the name of each layer with a memory, which backend computes a call of `[batch, tokens]` that reads a text from its
+    beginning (the last one), and why: "step: not one token for every row; grid: plain torch, …". The model is called once,
+    by plain torch, with at most as many tokens as it has positions. ValueError where no layer has a memory."""
+    said, layers = [], memory_layers(model)
+    if not layers:
         raise ValueError(f"a {type(model).__name__} has no layer with a memory: patch_model() gives it some.")
-    return found
+
+    def told(call: AttentionCall) -> Attended:
+        said.append(choose(call)[1])
+        return attend_grid(call)
+
+    config, tokens = model.config, min(tokens, context_limit(model.config) or tokens)
+    ids = torch.full((batch, tokens), config.vocab_size // 2, device=device_of(model.get_input_embeddings()))
+    with torch.no_grad(), in_evaluation(model), forced_backend(told):
+        model(input_ids=ids, use_cache=False)
+    return dict(zip(layers, said, strict=True))

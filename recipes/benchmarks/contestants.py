@@ -6,8 +6,8 @@ heads, head_dim]` as a model's projections give them, and goes forward and backw
 
 - `infini`, `infini-delta`, …: `hf_infini.infini_attention` by the update rules. `infini-plain`: the linear rule by plain
   torch, also where there is a kernel. `infini-window`: the linear rule with two segments in the window, 4 sinks and rotary
-  positions, as pretrained models have it. `infini-kept`: the same with 252 tokens kept by random scores.
-- `infini-delta-kernels`, …: those that run by plain torch, forced to the kernels.
+  positions, as pretrained models have it. `infini-kept`: the same with 252 kept tokens, chosen by attention;
+  `infini-kept-plain`: by plain torch.
 - `loop-split`: a Python loop over pieces that one `split` made.
 
 `causal-sdpa` computes something else on the same tensors: full causal attention, by torch's fastest kernel.
@@ -136,21 +136,18 @@ def _make_window(problem: Problem, kept: int = 0) -> Forward:
     tables = rotation(places, shape.head_dim, problem.query.dtype)
     options: dict[str, Any] = {"local_segments": 1, "sink_tokens": sinks, "rotary": tables}
     if kept:
-        scores = torch.randn(
-            shape.batch, shape.heads, shape.tokens, generator=torch.Generator(device).manual_seed(1), device=device
-        )
-        options |= {"kept_tokens": kept, "keep_score": "learned", "learned_score": scores}
+        options["kept_tokens"] = kept
     return _same(infini_attention, **options)(problem)
 
 
-UNPROVEN = {f"infini-{rule.replace('_', '-')}": _same(infini_attention, update_rule=rule) for rule in UPDATE_RULES[1:]}
-UNPROVEN["infini-kept"] = functools.partial(_make_window, kept=252)
+_kept = functools.partial(_make_window, kept=252)
 CONTESTANTS = {  # name → problem → what computes `[batch, heads, tokens, head_dim]`
     BASE: _same(infini_attention),
-    **UNPROVEN,
-    **{f"{name}-kernels": _by("triton", make) for name, make in UNPROVEN.items()},
+    **{f"infini-{rule.replace('_', '-')}": _same(infini_attention, update_rule=rule) for rule in UPDATE_RULES[1:]},
     "infini-plain": _by("grid", _same(infini_attention)),
     "infini-window": _make_window,
+    "infini-kept": _kept,
+    "infini-kept-plain": _by("grid", _kept),
     "causal-sdpa": lambda problem: lambda: F.scaled_dot_product_attention(*problem.views(), is_causal=True),
     "loop-split": _same(loop),
 }

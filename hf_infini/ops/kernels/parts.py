@@ -17,24 +17,24 @@ LOWEST = tl.constexpr(-1.0e30)  # the score of what is not seen
 
 # A tensor `[batch, heads, rows, width]` and its strides; of states, `[batch, kv_heads, segments, D · E + D]`
 Rows = namedtuple("Rows", "data batch head row")
-# What queries see: turned keys and values, and those ahead of them, sinks and then kept tokens, `[batch, kv_heads, groups ·
-# (SINKS + KEPT), …]`, a group for every segment, or one, of sinks only, without `source`; `None`: the sinks are the first
-# tokens of their document
-Window = namedtuple("Window", "key value ahead_key ahead_value")
+# What queries see: turned keys and values, of all rows; and where sinks and then kept tokens are, which are ahead of them:
+# `ahead`, rows of `source_key`, not turned, and `source_value`, `[batch, kv_heads, segments, SINKS + kept]`, −1 for none;
+# `None`: the sinks are the first tokens of their document
+Window = namedtuple("Window", "key value ahead source_key source_value")
 # What keys are seen by: queries, turned by their places in the window, the gradient of their output, log₂ of the softmax's
 # denominator, and along, ⟨gradient, what the window found⟩, `[batch, heads, tokens]` both
 Seeing = namedtuple("Seeing", "query gradient log_sum along")
 # Of the layout ([`GridLayout`]); cosines and sines; of the layer
 Known = namedtuple("Known", "source skipped document left cos sin heads kv_heads length scale eps")
-# What changes from call to call, width: slots of a segment. Triton compiles anew for some numbers in a tuple, so a kernel
-# takes these as arguments of their own and puts all into a [`Grid`]
-CHANGING = ["rows", "carried", "segments", "width"]
+# What changes from call to call, or from layer to layer, width: slots of a segment, kept: places for kept tokens. Triton
+# compiles anew for some numbers in a tuple, so a kernel takes these as arguments of their own and puts all into a [`Grid`]
+CHANGING = ["rows", "carried", "segments", "width", "kept"]
 Grid = namedtuple("Grid", [*Known._fields, *CHANGING])
-# What is compiled in. D, E: widths of keys and values. W: segments before that of a query in its window. SINKS, KEPT: places
-# ahead of it, AHEAD of them loaded at a time. SIGNED: whether the first half of the sines is negative already; `None`:
-# nothing is turned. EXP: whether features are exponential; `None`: what is given are features. DTYPE: of the window's
+# What is compiled in. D, E: widths of keys and values. W: segments before that of a query in its window. SINKS: places
+# ahead of these, AHEAD: of sinks and kept tokens so many loaded at a time, 0: there are none. SIGNED: whether the first half
+# of the sines is negative already; `None`: nothing is turned. EXP: whether features are exponential. DTYPE: of the window's
 # products. BM, BN: queries and keys at a time
-Constants = namedtuple("Constants", "D E W SINKS KEPT AHEAD SIGNED EXP DTYPE BM BN")
+Constants = namedtuple("Constants", "D E W SINKS AHEAD SIGNED EXP DTYPE BM BN")
 
 
 @triton.jit
@@ -60,8 +60,6 @@ def exact_dot(a, b, total, C: tl.constexpr):
 @triton.jit
 def features(x, C: tl.constexpr):
     """σ(x) in float32."""
-    if C.EXP is None:
-        return x
     if C.EXP:
         return tl.exp(tl.minimum(x, 30.0))
     return tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
@@ -70,8 +68,6 @@ def features(x, C: tl.constexpr):
 @triton.jit
 def slope(x, f, C: tl.constexpr):
     """σ'(x), from x and σ(x)."""
-    if C.EXP is None:
-        return zeros(x.shape[0], x.shape[1]) + 1.0
     if C.EXP:
         return tl.where(x > 30.0, 0.0, f)
     return tl.minimum(f, 1.0)
@@ -124,7 +120,7 @@ def at_tokens(grid, b, h, token):
 @triton.jit
 def _at_rows(x, b, h, row, WIDTH: tl.constexpr):
     at = row.to(tl.int64)[:, None] * x.row + tl.arange(0, WIDTH)[None, :]
-    return x.data + b.to(tl.int64) * x.batch + h * x.head + at
+    return x.data + b.to(tl.int64) * x.batch + tl.cast(h, tl.int64) * x.head + at
 
 
 @triton.jit
@@ -182,20 +178,27 @@ def turn(x, grid, place, C: tl.constexpr, BACK: tl.constexpr = False):
 
 
 @triton.jit
+def load_index(index, grid, b, kv, s, at, count):
+    """Rows at these places of segment s in `[batch, kv_heads, segments, count]`, −1 beyond the last."""
+    first = ((b.to(tl.int64) * grid.kv_heads + kv) * grid.segments + s) * count
+    return tl.load(index + first + at, mask=at < count, other=-1)
+
+
+@triton.jit
 def load_ahead(window, grid, b, kv, s, begin, number, C: tl.constexpr):
-    """Turned keys and values of the sinks and kept tokens in these places that segment s sees, and their rows, or −1."""
-    if window.ahead_key is None:
+    """Turned keys and values of the sinks and kept tokens in these places that segment s sees, their rows, or −1, and the
+    places by which they are turned: sinks are right before the tokens that are kept by then."""
+    if window.ahead is None:
         row = rows_of(grid, b, begin, tl.where(number < C.SINKS, number, grid.width))
+        place = tl.where(row >= 0, number, -1)
         keys, values = load_rows(window.key, b, kv, row, C.D), load_rows(window.value, b, kv, row, C.E)
     else:
-        there = number < C.SINKS
-        if C.KEPT > 0:
-            first = C.SINKS + C.KEPT - tl.minimum(tokens_left(grid, b, s), C.KEPT).to(tl.int32)
-            there = there | ((number >= first) & (number < C.SINKS + C.KEPT))
-        row = number if grid.source is None and C.KEPT == 0 else s * (C.SINKS + C.KEPT) + number
-        row = tl.where(there, row, -1)
-        keys, values = load_rows(window.ahead_key, b, kv, row, C.D), load_rows(window.ahead_value, b, kv, row, C.E)
-    return keys.to(C.DTYPE), values.to(C.DTYPE), row
+        row = load_index(window.ahead, grid, b, kv, s, number, C.SINKS + grid.kept)
+        empty = grid.kept - tl.minimum(tokens_left(grid, b, s), grid.kept).to(tl.int32)
+        place = tl.where(row >= 0, number + tl.where(number < C.SINKS, empty, 0), -1)
+        keys = turn(load_rows(window.source_key, b, kv, row, C.D), grid, place, C)
+        values = load_rows(window.source_value, b, kv, row, C.E)
+    return keys.to(C.DTYPE), values.to(C.DTYPE), row, place
 
 
 @triton.jit
@@ -212,7 +215,7 @@ def reach(grid, first, token, slots, part: tl.constexpr, C: tl.constexpr):
     if part == 0:
         end = tl.minimum(first + C.BM, end)
     if part > C.W:
-        place, end = C.SINKS + C.KEPT + C.W * grid.length, C.SINKS + C.KEPT
+        place, end = C.SINKS + grid.kept + C.W * grid.length, C.SINKS + grid.kept
     return tl.where(token >= 0, place + slots, -1), end
 
 
@@ -221,7 +224,7 @@ def load_seen(window, grid, b, kv, s, begin, part: tl.constexpr, at, slots, C: t
     """Turned keys and values of this part of a window, a tile from slot or place `at` on, and which the slots see."""
     key_slots = at + tl.arange(0, C.AHEAD if part > C.W else C.BN)
     if part > C.W:
-        keys, values, row = load_ahead(window, grid, b, kv, s, begin, key_slots, C)
+        keys, values, row, _ = load_ahead(window, grid, b, kv, s, begin, key_slots, C)
     else:
         row = rows_of(grid, b, s - part, key_slots)
         keys, values = load_rows(window.key, b, kv, row, C.D), load_rows(window.value, b, kv, row, C.E)
@@ -240,7 +243,7 @@ def tokens_left(grid, b, s):
 @triton.jit
 def memory_share(gate, grid, b, h, s, C: tl.constexpr):
     """The memory's share of the output of head h in segment s."""
-    return tl.where(tokens_left(grid, b, s) > C.KEPT, tl.sigmoid(tl.load(gate + h).to(tl.float32)), 0.0)
+    return tl.where(tokens_left(grid, b, s) > grid.kept, tl.sigmoid(tl.load(gate + h).to(tl.float32)), 0.0)
 
 
 @triton.jit
@@ -253,3 +256,15 @@ def is_written(grid, row, b, s, begin, slots, C: tl.constexpr):
         at = (b * grid.segments + s).to(tl.int64) * grid.width + slots
         written = written & (tl.load(grid.skipped + at, mask=slots < grid.width, other=1) == 0)
     return written
+
+
+@triton.jit
+def load_written(evicted, grid, b, kv, s, begin, slots, C: tl.constexpr):
+    """The rows in these slots of segment s, or of what it evicts, and which of them the memory takes in."""
+    if evicted is None:
+        row = rows_of(grid, b, s, slots)
+        written = is_written(grid, row, b, s, begin, slots, C)
+    else:
+        row = load_index(evicted, grid, b, kv, s, slots, grid.width)
+        written = row >= 0
+    return row, written
