@@ -1,12 +1,11 @@
-"""One text over several devices: exact context parallelism for a window and a memory. The row of a text is cut into shards,
-and rank r of R computes only the tokens of its own.
+"""One text over several devices: exact context parallelism in training, for a window and a memory. The row of a text is cut
+into shards, and rank r of R computes only the tokens of its own.
 
 In each layer a rank takes the state from the rank before it, computes its tokens as any call with a cache does, and passes
 the state after them on: a relay, as that of LASP (arXiv 2404.02882). The state is of constant size, however long the text.
 The backward pass goes the other way, with the gradients of the states. All ranks compute at the same time but at both ends.
 """
 
-import copy
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from transformers.cache_utils import Cache
 from ..cache.cache import InfiniCache
 from ..compat.cache_name import CACHE
 from ..models.base import memory_mask_of
-from ..ops.checks import bool_mask, check_kinds
+from ..ops.checks import bool_mask
 from ..ops.layout.build import segment_layout
 from ..ops.state import OF_LAYER, InfiniState, Projections
 from ..options import check_number, first_layers
@@ -32,12 +31,8 @@ from ..options import check_number, first_layers
 SAVED = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
 
 
-@check_kinds
 def shard_rows(
-    batch: Mapping[str, Tensor],
-    config: PreTrainedConfig,
-    group: distributed.ProcessGroup | None = None,
-    past: InfiniCache | None = None,
+    batch: Mapping[str, Tensor], config: PreTrainedConfig, group: distributed.ProcessGroup | None = None
 ) -> dict[str, Any]:
     """This rank's share of whole rows, as arguments of the model: `model(**shard_rows(batch, model.config, group)).loss`.
 
@@ -50,8 +45,6 @@ def shard_rows(
             `position_ids`, `memory_mask` and `labels` (−100: not predicted), `[B, tokens]` each.
         config: of the model, every layer of which has a memory.
         group: the ranks that share the rows, in the order of their shards; `None`: all.
-        past: what the rows go on from, the same on every rank, such as [`ShardCache.whole`] of the call before; it gets no
-            gradient and is not changed. `None`: they begin.
 
     Returns:
         The shards of what is in the batch, about `[B, tokens / R, …]`; `shift_labels`, for a label may be on the next rank;
@@ -64,33 +57,13 @@ def shard_rows(
     text: Any = batch.get("input_ids", batch.get("inputs_embeds"))
     if text is None or any(shape[:2] != list(text.shape[:2]) for shape in shapes.values()):
         raise ValueError(f"the batch must have input_ids or inputs_embeds, and all parts [rows, tokens, …]; got {shapes}.")
-    cache, parts = ShardCache(config, batch, group, past), dict(batch)
+    cache, parts = ShardCache(config, batch, group), dict(batch)
     if "labels" in batch:
         parts["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     shards = {name: part[:, cache.first : cache.end].contiguous() for name, part in parts.items()}
     return shards | {CACHE: cache, "use_cache": False}
 
 
-@check_kinds
-def read_rows(
-    model, batch: Mapping[str, Tensor], past: InfiniCache | None = None, group: distributed.ProcessGroup | None = None
-) -> tuple[list[tuple[int, Any]], InfiniCache]:
-    """Rows of any length, read over the ranks, or on each of them, if there are fewer than 2 tokens for every rank. Without
-    gradients; arguments and errors as of [`shard_rows`]. What comes back are the model's outputs of this rank, `(first
-    column, output)` each, which with those of all ranks are of every column once; and the cache of the whole rows."""
-    text: Any = batch.get("input_ids", batch.get("inputs_embeds"))
-    with torch.no_grad():
-        if text.shape[1] < 2 * distributed.get_world_size(group):
-            check_shards(model.config)
-            cache = InfiniCache(model.config) if past is None else copy.copy(past)
-            output = model(**batch, use_cache=True, **{CACHE: cache})
-            return [(0, output)] if distributed.get_rank(group) == 0 else [], cache
-        share = shard_rows(batch, model.config, group, past)
-        output = model(**share)
-    return [(share[CACHE].first, output)], share[CACHE].whole()
-
-
-@check_kinds
 def check_shards(config: PreTrainedConfig, tokens: int | None = None, size: int = 1) -> None:
     """ValueError unless all layers have a memory and rows of so many tokens (`None`: any) can be cut into `size` shards."""
     for name, count in (("tokens", tokens), ("size", size)):
@@ -107,10 +80,10 @@ def check_shards(config: PreTrainedConfig, tokens: int | None = None, size: int 
 
 class ShardCache(InfiniCache):
     """What the ranks before this one leave: the cache of one call of a model on one shard, made by [`shard_rows`], whose
-    arguments and errors it has. Only [`ShardCache.whole`] can be continued. In a call, ValueError on every rank where they
-    differ in model, versions or rows, or a shard does not fit."""
+    arguments and errors it has. In a call, ValueError on every rank where they differ in model, versions or rows, or a shard
+    does not fit."""
 
-    def __init__(self, config: PreTrainedConfig, batch: Mapping[str, Tensor], group, past: InfiniCache | None):
+    def __init__(self, config: PreTrainedConfig, batch: Mapping[str, Tensor], group):
         self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
         ids = batch.get("input_ids")
         text: Any = batch.get("inputs_embeds") if ids is None else ids
@@ -118,18 +91,15 @@ class ShardCache(InfiniCache):
         check_shards(config, self.columns, self.size)
         super().__init__(config)
         self.first, self.end = (self.columns * rank // self.size for rank in (self.rank, self.rank + 1))
-        self.past = InfiniCache(config) if past is None else copy.copy(past)
         # By window, from the call on: the layout of all columns before this shard, and the state that the call's continues
         self.layouts_before: dict[Any, Any] = {}
         self.before: dict[Any, InfiniState] = {}
         self.shape = (rows, self.end - self.first)
-        for layer, known in zip(self.layers, self.past.layers, strict=True):
-            layer.state, layer.columns = known.state, known.columns + self.first
+        for layer in self.layers:
+            layer.columns = self.first
         self.masks = {name: bool_mask(name, batch.get(name), True) for name in ("attention_mask", "memory_mask")}
         self.masks["memory_mask"] = memory_mask_of(config, ids, self.masks["memory_mask"])
         self.masks["position_ids"] = batch.get("position_ids")
-        self.text = dict(self.past.text)
-        self.note_text(text.new_full((rows, self.columns), -2, dtype=torch.long) if ids is None else ids)
         numbers = text.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         self.rows = hashlib.sha256(numbers).hexdigest()
         # By what is passed on: of which the gradient is exchanged, if it requires one; what has come; and what has gone
@@ -137,33 +107,18 @@ class ShardCache(InfiniCache):
         self.arrived: dict[Hashable, list[Tensor]] = {}
         self.sent: set[Hashable] = set()
 
-    def whole(self) -> InfiniCache:
-        """What one process has after the whole rows, on every rank; all of them call this, after a call of the model without
-        gradients (or a ValueError). To save, to generate from, or as the `past` of more rows."""
-        if not self.is_initialized:
-            raise ValueError("nothing is known of the whole rows: call the model under torch.no_grad() with it first.")
-        cache, columns = InfiniCache(self._config), self.past.get_seq_length() + self.columns
-        last: Any = [[layer.state.map(lambda part: part.detach().cpu().clone()) for layer in self.layers]]
-        distributed.broadcast_object_list(last, group=self.group, group_src=self.size - 1)
-        for layer, state, before in zip(cache.layers, last[0], self.layers, strict=True):
-            layer.advance(state.map(lambda part, like=before.state.memory: part.to(like.device)), columns)
-        cache.text = dict(self.text)
-        return cache
-
     @property
     def state(self) -> InfiniState | None:
         return self.state_before(next(iter(self.windows)))
 
     def state_before(self, layer: int) -> InfiniState | None:
-        return self.before.get(self.windows[layer]) if self.rank else self.past.layers[layer].state
+        return self.before.get(self.windows[layer])
 
     def exchange(self) -> "ShardCache":
         return self
 
     def advance(self, of_call: Cache, input_ids: Tensor | None, tokens: int) -> None:
-        """Keeps for `whole` what the call has left."""
-        if not torch.is_grad_enabled():
-            self.advance_layers(of_call, tokens)
+        """Nothing goes on from it."""
 
     def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
         """Finds the state that the layout of a call of `[batch, tokens]` continues; masks as of [`segment_layout`]."""
@@ -177,13 +132,11 @@ class ShardCache(InfiniCache):
         if self.rank:
             columns, nothing = self.first, torch.zeros(batch, 1, 0, 1, device=device)
             cut: dict[str, Any] = {name: None if mask is None else mask[:, :columns] for name, mask in self.masks.items()}
-            for window, layer in first_layers(self.windows).items():
-                past = self.past.layers[layer].state
-                layout: Any = segment_layout(batch, columns, *window, **cut, state=past, device=device)
-                before = InfiniState.initial(nothing, nothing, *window) if past is None else past
-                self.layouts_before[window] = layout
+            for window in first_layers(self.windows):
+                layout: Any = segment_layout(batch, columns, *window, **cut, device=device)
+                self.layouts_before[window], before = layout, InfiniState.initial(nothing, nothing, *window).after(layout)
                 # To the next layout, all that has left the window is in the memory
-                self.before[window] = before.after(layout).having(memory_tokens=layout.left[:, -1], kept_position=None)
+                self.before[window] = before.having(memory_tokens=layout.left[:, -1], kept_position=None)
 
     def check_agreement(self, batch: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
         """ValueError on every rank unless all call the same model on shards of the same rows."""
@@ -191,7 +144,7 @@ class ShardCache(InfiniCache):
 
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         facts = {"batch": batch, "sha256 of whole rows": self.rows, "autocast": str(autocast)}
-        facts |= {"columns before": self.past.get_seq_length()} | {name: mask is not None for name, mask in masks.items()}
+        facts |= {name: mask is not None for name, mask in masks.items()}
         facts |= {"hf_infini": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
         facts |= {name: value for name, value in self._config.to_dict().items() if name not in SAVED}
         every = [facts] * self.size

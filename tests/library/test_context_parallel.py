@@ -1,17 +1,15 @@
 """Context parallelism: the ranks that share a row compute what one process does, outputs, losses and gradients."""
 
-import copy
 import random
 from unittest import mock
 
-import numpy
 import pytest
 import torch
 from torch import distributed
 
 from decoders import decoder
-from hf_infini import InfiniCache, cache_bytes, patch_model
-from hf_infini.tools.parallel import read_rows, shard_rows
+from hf_infini import cache_bytes, patch_model
+from hf_infini.tools.parallel import shard_rows
 from models import causal_mha, infini_gpt2
 from ranks import on_ranks
 
@@ -54,9 +52,8 @@ def model_of(draw: random.Random, dtype: torch.dtype):
     return model.to(dtype)
 
 
-def rows_of(draw: random.Random, tokens: int, cut: bool) -> dict[str, torch.Tensor]:
-    """Two rows: plain, padded (anywhere, or at the end over whole shards), of documents that begin anywhere, or both; not at
-    padding, if they are `cut`: a call must begin with the position 0 or the next one."""
+def rows_of(draw: random.Random, tokens: int) -> dict[str, torch.Tensor]:
+    """Two rows: plain, padded (anywhere, or at the end over whole shards), of documents that begin anywhere, or both."""
     generator = torch.Generator().manual_seed(draw.randint(0, 10**6))
     batch = {"input_ids": torch.randint(89, (2, tokens), generator=generator)}
     real = torch.ones(2, tokens, dtype=torch.long)
@@ -69,24 +66,11 @@ def rows_of(draw: random.Random, tokens: int, cut: bool) -> dict[str, torch.Tens
         batch["attention_mask"] = real
     if draw.random() < 0.6:
         begins = torch.rand(2, tokens, generator=generator) < draw.choice([0.03, 0.1, 0.3])
-        begins &= real.bool() | (not cut)
         columns = torch.arange(tokens).expand(2, -1)
         batch["position_ids"] = columns - torch.where(begins, columns, 0).cummax(1).values
     labels = batch["input_ids"].masked_fill(real == 0, -100)
     batch["labels"] = labels.masked_fill(torch.rand(2, tokens, generator=generator) < 0.2, -100)
     return batch
-
-
-def after(model, first, group=None) -> InfiniCache | None:
-    """What a model keeps of the rows that come before; read by one process, or by a group."""
-    if not first["input_ids"].numel():
-        return None
-    if group is not None:
-        return read_rows(model, first, group=group)[1]
-    cache = InfiniCache(model.config)
-    with torch.no_grad():
-        model(**first, past_key_values=cache)
-    return cache
 
 
 def run(model, batch, count) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -95,22 +79,6 @@ def run(model, batch, count) -> tuple[torch.Tensor, torch.Tensor, dict[str, torc
     output.loss.backward()
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     return output.logits.detach(), output.loss.detach(), gradients
-
-
-def between(cache: InfiniCache | None, own: InfiniCache | None) -> list[tuple[str, float]]:
-    """How far each tensor of a cache is from that of another, of its largest number; counts must be the same."""
-    if cache is None:
-        return []
-    tensors, owns = ({name: tensor.detach() for name, tensor in each.tensors().items()} for each in (cache, own))
-    assert own.get_seq_length() == cache.get_seq_length() and owns.keys() == tensors.keys()
-    found = []
-    for name, tensor in tensors.items():
-        assert tensor.dtype == owns[name].dtype and tensor.shape == owns[name].shape, name
-        if tensor.is_floating_point() and tensor.numel():
-            found.append((name, float((owns[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-30))))
-        else:
-            assert tensor.equal(owns[name]), name
-    return found
 
 
 def differences(seeds: range, dtype: torch.dtype) -> list[tuple[int, str, float]]:
@@ -127,20 +95,16 @@ def differences(seeds: range, dtype: torch.dtype) -> list[tuple[int, str, float]
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0.0
         tokens = draw.randint(2 * size, 4 * model.config.window[0] * size)
-        before = draw.choice([0, draw.randint(1, 3 * model.config.window[0] * size)])
-        rows = rows_of(draw, before + tokens, before > 0)
+        batch = rows_of(draw, tokens)
         if draw.random() < 0.3:  # of some layers or states nothing has a gradient, on any rank
             trained = draw.choice([("gate",), ("o_proj", "c_proj", "out_proj"), ("q_proj", "W_query", "h.1.attn.c_attn")])
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(any(part in name for part in trained))
         if distributed.get_rank() >= size:
             continue
-        first, batch = ({name: part[:, cut] for name, part in rows.items()} for cut in (slice(before), slice(before, None)))
         count = max(1, int((batch["labels"][:, 1:] != -100).sum()))
-        past, own_past = (after(model, first, group) for group in (None, groups[size]))
-        found += [(seed, name, difference) for name, difference in between(past, own_past)]
-        share = shard_rows(batch, model.config, groups[size], own_past)
-        logits, loss, gradients = run(model, batch | ({} if past is None else {"past_key_values": past}), count)
+        share = shard_rows(batch, model.config, groups[size])
+        logits, loss, gradients = run(model, batch, count)
         own_logits, own_loss, own_gradients = run(model, share, count)
         every = [own_logits] * size
         distributed.all_gather_object(every, own_logits, groups[size])
@@ -161,32 +125,6 @@ def test_ranks_compute_what_one_process_does(dtype):
         assert not isinstance(found, Exception), found
         assert len(found) > 40
         assert max(entry[2] for entry in found) < TOLERANCE[dtype], [e for e in found if not e[2] < TOLERANCE[dtype]]
-
-
-def read_by_ranks() -> tuple[list, list, list]:
-    """The logits of each column that any rank has made of 100 and of 1 tokens, one process's, and five tokens more."""
-    model, found = infini_gpt2(n_layer=2, n_positions=128, local_segments=1, sink_tokens=2), []
-    ids = torch.randint(1, 89, (2, 101), generator=torch.Generator().manual_seed(0))
-    cache = None
-    for begin, end in ((0, 100), (100, 101)):
-        outputs, cache = read_rows(model, {"input_ids": ids[:, begin:end]}, cache)
-        own = [(begin + column + n, logits.numpy()) for column, o in outputs for n, logits in enumerate(o.logits.unbind(1))]
-        every = [None] * distributed.get_world_size()
-        distributed.all_gather_object(every, own)
-        found += [column for of_rank in every for column in of_rank]
-    # The cache is an ordinary one: each rank goes on from it
-    mask = cache.attention_mask(torch.ones(2, 1))
-    answer = model.generate(ids[:, -1:], past_key_values=copy.copy(cache), attention_mask=mask, max_new_tokens=5)
-    return sorted(found, key=lambda entry: entry[0]), [*model(ids).logits.detach().numpy().swapaxes(0, 1)], answer.tolist()
-
-
-def test_rows_of_any_length_are_read_once():
-    for found in on_ranks(read_by_ranks, 3):
-        assert not isinstance(found, Exception), found
-        assert [column for column, _ in found[0]] == list(range(101))
-        for (_, own), wanted in zip(*found[:2], strict=True):
-            numpy.testing.assert_allclose(own, wanted, rtol=1e-5, atol=1e-5)  # sums in another order, float32
-        assert len(found[2][0]) == 6
 
 
 def in_half_precision() -> list[float]:
