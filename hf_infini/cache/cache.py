@@ -13,7 +13,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
-from ..ops.checks import check_kinds
 from ..ops.rules import RULES
 from ..ops.state import InfiniState
 from ..options import key_heads
@@ -73,7 +72,6 @@ class InfiniCache(Cache):
     completes_segments = True  # the attention itself does; of a StepCache `end_step`
     in_step = False  # whether a compiled step has begun and not ended
 
-    @check_kinds
     def __init__(self, config: PreTrainedConfig):
         bounded = set(getattr(config, "infini_layers", ()))
         if not bounded:
@@ -161,7 +159,6 @@ class InfiniCache(Cache):
         """Bytes that the cache holds now."""
         return sum(tensor.nbytes for layer in self.layers for tensor in _tensors_of(layer).values())
 
-    @check_kinds
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
         """The mask with which `generate()` continues from this cache with only new tokens, for example from a memory file,
         whose ids are gone: `generate(ids, attention_mask=cache.attention_mask(mask), cache=cache)` (before transformers 5.24
@@ -197,7 +194,6 @@ class InfiniCache(Cache):
                 "padding; what generate() has appended after the end of a row is text to the cache."
             )
 
-    @check_kinds
     def save_pretrained(
         self, path: str | Path, model: nn.Module | dict, *, text_sha256: Sequence[str] | None = None
     ) -> None:
@@ -232,7 +228,6 @@ class InfiniCache(Cache):
         return self.text | {f"layers.{number}.{name}": tensor for number, name, tensor in layers}
 
     @classmethod
-    @check_kinds
     def from_pretrained(
         cls, path: str | Path, model: nn.Module, *, text_sha256: Sequence[str] | None = None
     ) -> "InfiniCache":
@@ -264,7 +259,6 @@ class InfiniCache(Cache):
         return cache
 
 
-@check_kinds
 def cache_bytes(config: PreTrainedConfig) -> int:
     """Bytes that a model's layers with a memory hold of one sequence, however long it is, in the configuration's dtype
     (`None`: torch's default). Where the memory skips tokens, each place of a window takes one more."""

@@ -26,8 +26,6 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..ops.checks import check_kinds
-
 FORMAT_VERSION = 2
 # The only key of the metadata: several would be written in an order that differs from process to process
 METADATA_KEY = "hf_infini_memory"
@@ -43,7 +41,6 @@ class MemoryFileError(ValueError):
     """A file that is no memory file, is damaged, or holds the memory of another model; the message says which."""
 
 
-@check_kinds
 def describe_model(model: nn.Module) -> dict:
     """What a memory of this model is bound to, JSON-safe: the model as it is set now.
 
@@ -104,7 +101,6 @@ def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict
         raise
 
 
-@check_kinds
 def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
     """Record and tensors (on the CPU) of a memory file, whole and undamaged. MemoryFileError where it is none, damaged, or
     of another version; OSError where there is no such file, or it may not be read."""

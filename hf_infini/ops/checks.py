@@ -1,54 +1,13 @@
 """What is refused before anything is computed: arguments that do not fit together, each by name, with what is allowed."""
 
-import functools
-import inspect
-import os
-import re
-from collections.abc import Callable, Sequence
-from numbers import Integral, Real
-from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..options import check_number, places_of
 
-Function = TypeVar("Function", bound=Callable)
 LIMITS = {"scaling": {}, "softcap": {"greater_than": 0}, "dropout": {"at_least": 0, "below": 1}, "eps": {"at_least": 0}}
-ACCEPTED: dict[Any, type] = {int: Integral, float: Real, Path: os.PathLike, Any: object, inspect.Parameter.empty: object}
-
-
-def check_kinds(function: Function) -> Function:
-    """Decorator: arguments that are not of their annotated types are refused by name, with a ValueError, before anything is
-    computed; what is in a container is not looked at, and True is no number. Not in a graph of torch.compile."""
-    signature = inspect.signature(function)
-    wanted = {name: parameter.annotation for name, parameter in signature.parameters.items()}
-    kinds = {name: _kinds(annotation) for name, annotation in wanted.items()}
-
-    def check(args, kwargs) -> None:
-        for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
-            if not isinstance(value, kinds[name]) or (isinstance(value, bool) and not {bool, object} & {*kinds[name]}):
-                kind = type(value).__name__
-                shown = f"{value!r:.60} ({kind})" if isinstance(value, (str, int, float)) else kind
-                allowed = re.sub(r"[\w.]+\.", "", inspect.formatannotation(wanted[name]))
-                raise ValueError(f"{name} must be of type {allowed}; got {'None' if value is None else shown}.")
-
-    @functools.wraps(function)
-    def checked(*args, **kwargs):
-        if not torch.compiler.is_compiling():  # a graph could not hold the signature
-            check(args, kwargs)
-        return function(*args, **kwargs)
-
-    return cast(Function, checked)
-
-
-def _kinds(annotation: Any) -> tuple[type, ...]:
-    """The types that an annotation allows."""
-    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    parts = (get_origin(part) or part for part in parts)
-    return tuple(ACCEPTED.get(part, part) for part in parts)
 
 
 def check_arguments(query, key, value, gate, log_weight, learned_score, rule, window, rotary, **numbers) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..options import places_of
-from .checks import check_kinds, check_window
+from .checks import check_window
 from .memory import KEEP_SCORES, MemoryRule
 from .window import ScoreOptions
 
@@ -69,7 +69,6 @@ class InfiniState:
     kept_position: Tensor | None = None
 
     @classmethod
-    @check_kinds
     def initial(
         cls,
         key: Tensor,

@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from ..ops.checks import check_kinds
 from ..options import check_number
 
 TOKENS_PER_FACT = 280  # a row of 1,700 tokens states six facts
@@ -25,7 +24,6 @@ def fact_forms() -> dict[str, dict]:
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
-@check_kinds
 def asking_rows(
     tokenizer: PreTrainedTokenizerBase, text: str, *, rows: int = 24, length: int = 1700, seed: int = 0
 ) -> list[list[int]]:

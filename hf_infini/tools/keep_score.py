@@ -22,7 +22,6 @@ from tqdm.auto import tqdm
 from ..layers.memory_layer import MemoryLayerMixin, in_evaluation, memory_layers
 from ..models.structure import decoder_of
 from ..ops.attention import attend_grid, forced_backend
-from ..ops.checks import check_kinds
 from ..ops.state import Attended, AttentionCall
 from ..options import check_number
 
@@ -31,7 +30,6 @@ LEVELS = (1, 1 / 2, 1 / 4, 1 / 8)
 
 
 @torch.no_grad()
-@check_kinds
 def fit_keep_score(
     model, rows: Sequence, *, distance: int = 256, ridge: float = 1e-3, share_out: bool = True, progress: bool = True
 ) -> None:

@@ -18,7 +18,6 @@ from ..cache.cache import InfiniCache
 from ..cache.files import describe_model
 from ..compat.cache_name import CACHE, cache_of
 from ..models.structure import decoder_of
-from ..ops.checks import check_kinds
 from ..options import check_number
 
 SAVE_SECONDS = 60  # between two files of what has been read so far
@@ -41,7 +40,6 @@ class Reader:
         turns: so many latest answers' ends, at least 1, are kept; each takes [`hf_infini.cache_bytes`] bytes.
     """
 
-    @check_kinds
     def __init__(
         self,
         model: torch.nn.Module,
@@ -59,7 +57,6 @@ class Reader:
         self.texts: dict[str, InfiniCache] = {"": cache}  # that were read
         self.turns: deque[tuple[str, InfiniCache]] = deque(maxlen=turns)  # texts up to the end of an answer
 
-    @check_kinds
     def read(
         self, text: str, *, file: str | Path | None = None, split_special_tokens: bool = False, progress: bool = True
     ) -> InfiniCache:
@@ -102,7 +99,6 @@ class Reader:
         self.texts[text] = cache
         return cache
 
-    @check_kinds
     def read_document(self, text: str, *, file: str | Path | None = None, progress: bool = True) -> InfiniCache:
         """Reads the document that all following chats are about: their first message begins with it. What in it spells a
         special token is plain text; arguments and errors as of `read`, and ValueError where the template changes it."""
@@ -114,7 +110,6 @@ class Reader:
         self.document = text
         return cache
 
-    @check_kinds
     def generate(self, texts: str | Sequence[str], **options) -> list[str]:
         """What the model goes on with after each of the texts, which may begin alike; ValueError where one has nothing new.
 

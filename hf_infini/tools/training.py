@@ -6,10 +6,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..layers.memory_layer import gates_of, memory_layers
-from ..ops.checks import check_kinds
 
 
-@check_kinds
 def parameter_groups(
     model: torch.nn.Module, learning_rate: float, gate_learning_rate: float | None, weight_decay: float
 ) -> list[dict]:
@@ -36,7 +34,6 @@ def parameter_groups(
     return [{"name": name, **group} for name, group in groups.items() if group["params"]]
 
 
-@check_kinds
 def gate_values(model: torch.nn.Module) -> dict[str, list[float]]:
     """sigmoid(gate) of each head, by layer: the share of the memory in that head's output; empty without gates."""
     found = {}

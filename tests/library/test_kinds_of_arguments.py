@@ -1,43 +1,12 @@
-"""Arguments of another kind than a function takes: refused by name, before anything is computed, changed or written."""
-
-import inspect
-import typing
+"""Numbers and inputs that mean nothing: refused by name, before anything is computed."""
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-import hf_infini
 from cases import plain_case
-from hf_infini import CausalMultiHeadAttention, InfiniCache, InfiniState, infini_attention, naive_infini_attention
-from hf_infini.cache import files
+from hf_infini import infini_attention, naive_infini_attention
 from hf_infini.tools import parallel
-from hf_infini.tools.training import gate_values, parameter_groups
 from models import causal_mha, infini_gpt2, token_ids
-
-CHECKED = [infini_attention, naive_infini_attention, InfiniState.initial, CausalMultiHeadAttention.__init__]
-CHECKED += [InfiniCache.__init__, InfiniCache.attention_mask, InfiniCache.save_pretrained, InfiniCache.from_pretrained]
-CHECKED += [files.describe_model, files.read_memory_file]
-CHECKED += [parallel.shard_rows, parallel.read_rows, parallel.check_shards, parameter_groups, gate_values]
-CHECKED += [hf_infini.inspect_attention, hf_infini.fit_keep_score]
-LINEAR = nn.Linear(2, 2)
-# Values that are not of a type, though near; all others are an object's
-NEAR = {Tensor: ("abc", 1.5, LINEAR, [1, 0], True), int: ("8", 2.5, True, torch.tensor(3)), float: ("1", [1.0], True)}
-NEAR |= {str: (3, LINEAR, ["linear"]), nn.Module: ("gpt2", 3, [LINEAR])}
-
-
-@pytest.mark.parametrize("function", CHECKED, ids=lambda function: function.__qualname__)
-def test_another_kind_is_refused_by_name(function):
-    hints, refusals = typing.get_type_hints(function), 0
-    for name in inspect.signature(function).parameters:
-        kinds = {hints.get(name), *typing.get_args(hints.get(name))}
-        if not kinds <= {None, typing.Any}:
-            near = [value for kind in kinds for value in NEAR.get(kind, ())] if len(kinds - {type(None)}) == 1 else []
-            for wrong in (object(), *near, *([] if type(None) in kinds else [None])):
-                with pytest.raises(ValueError, match=f"^{name} must be of type "):
-                    function(**{name: wrong})
-                refusals += 1
-    assert refusals
 
 
 @pytest.mark.parametrize("make", [infini_gpt2, lambda: causal_mha(attention="infini", segment_length=8)])

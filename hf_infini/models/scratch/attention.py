@@ -10,7 +10,6 @@ from transformers.cache_utils import Cache
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from ...layers.memory_layer import MemoryLayerMixin, SharedInputs
-from ...ops.checks import check_kinds
 from ...ops.layout.build import segment_layout
 from ...ops.positions import alibi_bias, relative_key_bias, rotate, rotation
 from ...ops.scores import additive_scores, as_dot_product, dot_scores, general_scores, scaled_dot_scores, visible_softmax
@@ -48,7 +47,6 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         ValueError: `num_heads` does not divide `d_out`; an option that is unknown or does nothing here.
     """
 
-    @check_kinds
     def __init__(
         self,
         d_in: int,

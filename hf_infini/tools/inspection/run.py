@@ -19,7 +19,6 @@ from ...layers.memory_layer import in_evaluation
 from ...models.scratch.attention import CausalMultiHeadAttention
 from ...models.structure import attention_layers, decoder_of
 from ...ops.attention import attend_grid, forced_backend
-from ...ops.checks import check_kinds
 from ...ops.layout.base import GridLayout
 from ...ops.scores import visible_softmax
 from ...ops.state import Attended, AttentionCall, InfiniState, Projections
@@ -31,7 +30,6 @@ INTERFACE = f"inspection of {__name__}"
 
 
 @torch.no_grad()
-@check_kinds
 def inspect_attention(
     model,
     inputs: str | Tensor | Mapping[str, Tensor],
