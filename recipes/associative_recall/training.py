@@ -42,8 +42,8 @@ def train(model: Recaller, training: Sequence[Rows], tests: Sequence[tuple[Part,
     tokens = sum(batch.inputs.numel() for batch in batches)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     on_gpu = device.type == "cuda"
-    first = torch.tensor(rate, device=device) if on_gpu else rate  # graphs read it where it is
-    optimizer = torch.optim.AdamW(model.parameter_groups(WEIGHT_DECAY), lr=first, fused=True, capturable=on_gpu)
+    held = torch.tensor(rate, device=device)  # a graph reads the learning rate where it is
+    optimizer = torch.optim.AdamW(model.parameter_groups(WEIGHT_DECAY), lr=rate, fused=True)
     history = _restore(model, optimizer, file) if file.exists() else []
     if history:
         say(f"  from epoch {len(history) + 1}")
@@ -52,9 +52,10 @@ def train(model: Recaller, training: Sequence[Rows], tests: Sequence[tuple[Part,
     while not _has_ended(history, options):
         epoch, clock = len(history), time.perf_counter()
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for group in optimizer.param_groups:
-            now = rate * (1 + math.cos(math.pi * epoch / options.epochs)) / 2
-            group["lr"] = group["lr"].fill_(now) if on_gpu else now
+        now = rate * (1 + math.cos(math.pi * epoch / options.epochs)) / 2
+        held.fill_(now)
+        for group in optimizer.param_groups:  # perhaps restored from a run on another device
+            group.update(lr=held if on_gpu else now, capturable=on_gpu)
         name = f"epoch {epoch + 1}/{options.epochs}"
         for place, batch in enumerate(tqdm(batches, name, unit="step", leave=False)):
             torch.manual_seed(options.seed + epoch * len(batches) + place)  # dropout is the same after a restart
@@ -90,7 +91,8 @@ class GraphedSteps(Steps):
     def __init__(self, *args):
         super().__init__(*args)
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, Rows, Tensor] | None] = {}
-        self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # autograd remembers its stream
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(self.model.embedding.weight.device)  # of all steps: autograd remembers it
 
     def __call__(self, batch: Rows) -> Tensor:
         shape = batch.inputs.shape, batch.places.shape
