@@ -152,8 +152,7 @@ class KeptInGrid:
         layout, scores, written = self.layout, self.scores[:, begin:end], self.layout.written[:, begin:end]
         documents = layout.documents(begin, end) if layout.packed else None
         position = layout.delayed_numbers(begin, end)[:, :, None, :, None].expand_as(scores[..., :1])
-        key, value, log_weight = leaving
-        new = Kept(key, value, log_weight, scores, position)
+        new = Kept(leaving[0], leaving[1], leaving[2], scores, position)
         seen, self.kept, evicted = keep_best(self.kept, new, written, self.rule.keep_score, layout, documents)
         return seen, evicted
 

@@ -96,7 +96,7 @@ class GraphedSteps(Steps):
 
     def __call__(self, batch: Rows) -> Tensor:
         shape = batch.inputs.shape, batch.places.shape
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             if shape not in self.graphs:  # what is made at a first call cannot be in a graph
                 self.graphs[shape] = None
@@ -105,7 +105,7 @@ class GraphedSteps(Steps):
                 graph, held, loss = self.graphs[shape] = self.graphs[shape] or self.captured(batch)
                 held.inputs.copy_(batch.inputs), held.places.copy_(batch.places), held.values.copy_(batch.values)
                 graph.replay()
-        torch.cuda.current_stream().wait_stream(self.stream)
+        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         return loss
 
     def captured(self, batch: Rows) -> tuple[torch.cuda.CUDAGraph, Rows, Tensor]:

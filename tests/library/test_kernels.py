@@ -17,7 +17,7 @@ from cases import assert_equals_reference, keeping_case, plain_case, random_case
 from decoders import decoder
 from hf_infini import backend_of, infini_attention, patch_model
 from hf_infini.ops.attention import attend_grid, forced_backend
-from models import infini_gpt2, token_ids
+from models import causal_mha, infini_gpt2, token_ids
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter: the command is at the top of the file"
@@ -172,11 +172,21 @@ def rounded(model):
         return model(token_ids(1, 26)).logits
 
 
+def frozen(model):
+    """Nothing before the attention learns, and the mode of gradients stays."""
+    model.requires_grad_(False).lm_head.requires_grad_(True)
+    model.zero_grad()
+    model(token_ids(1, 26), labels=token_ids(1, 26)).loss.backward()
+    assert torch.is_grad_enabled()
+    return model.lm_head.weight.grad.clone()
+
+
 WAYS = {
     "padded": padded,
     "continued": continued,
     "continued before anything is kept": lambda model: continued(model, 3, 6),
     "with checkpoints of gradients": learning,
+    "with frozen layers": frozen,
     "under autocast": rounded,
     "in inference mode": torch.inference_mode()(lambda model: model(token_ids(1, 26)).logits),
 }
@@ -197,8 +207,49 @@ def test_kernels_are_used_once_they_agree_with_plain_torch(way, compared, monkey
     assert agreement._found and not any(agreement._found.values())
 
 
+@pytest.mark.slow
+def test_scores_that_choose_are_not_rounded(compared, monkeypatch):
+    (agreement, own), model = compared, patch_model(decoder("llama", **LLAMA), **OPTIONS | {"kept_tokens": 40}).bfloat16()
+    monkeypatch.setattr(agreement, "disagreement", own)
+    learning(model)
+    assert agreement._found and not any(agreement._found.values())
+
+
+# Where kernels are wrong, by the call; and in which kinds they are refused, of (learns, state wanted, begun, kept, …)
+WRONG = {
+    "gradients": (lambda call: call.tokens.query.requires_grad, lambda form: form[0]),
+    "continued texts": (lambda call: call.layout.begun, lambda form: form[2]),
+    "kept tokens": (lambda call: call.layout.most_kept > 0, lambda form: form[3]),
+    "padding": (lambda call: call.layout.source is not None, lambda form: not form[4]),
+}
+
+
+@pytest.mark.parametrize("where", WRONG)
+@pytest.mark.filterwarnings("ignore:hf_infini computes such calls by plain torch")
+def test_kernels_are_refused_where_they_are_wrong_and_used_elsewhere(where, compared, monkeypatch):
+    (agreement, own), (is_wrong, refused) = compared, WRONG[where]
+
+    def run(call):
+        output, state, _ = attend_grid(call)
+        wrong = 1.2 * output if where != "gradients" else output.detach() + 1.2 * (output - output.detach())
+        return wrong if is_wrong(call) else output, state, None
+
+    monkeypatch.setattr(agreement, "disagreement", own)
+    monkeypatch.setattr(agreement, "run", run)
+    model = patch_model(decoder("llama", **LLAMA), **OPTIONS).eval()
+    with torch.no_grad():
+        padded(model), continued(model), continued(model, 3, 6)
+    learning(model)
+    kinds = {kind[-2]: said for kind, said in agreement._found.items()}
+    assert all((said is not None) == refused(form) for form, said in kinds.items()) and len({*map(refused, kinds)}) == 2
+
+
 def test_the_backend_of_a_model_is_that_of_its_calls(compared, monkeypatch):
-    """Llama turns halves, Cohere neighbours."""
+    """Llama turns halves, Cohere neighbours; dropout has no kernel."""
+    dropping = infini_gpt2(n_embd=64, attn_pdrop=0.1).train()
+    assert all(said.startswith("triton: no kernel for dropout; ") for said in backend_of(dropping, tokens=26).values())
+    with pytest.raises(ValueError, match="a CausalMHAForCausalLM has no layer with a memory"):
+        backend_of(causal_mha())
     monkeypatch.setattr(compared[0], "disagreement", compared[1])
     for family, wanted in (("llama", "triton: Triton kernels"), ("cohere", "triton: the kernels differ from plain torch")):
         model = patch_model(decoder(family, **LLAMA), **OPTIONS)
@@ -216,7 +267,7 @@ def broken(call):
     [
         (lambda call: attend_grid(call._replace(gate=call.gate * math.nan)), "kernels differ from plain torch by nan of"),
         (lambda call: attend_grid(call._replace(gate=call.gate + 1)), "kernels differ from plain torch by 0."),
-        (broken, "kernels do not run: RuntimeError: out of resource: shared memory"),
+        (broken, "kernels could not be compared: RuntimeError: out of resource: shared memory"),
     ],
 )
 def test_kernels_that_are_wrong_on_a_device_are_not_used(change, reason, compared, monkeypatch):

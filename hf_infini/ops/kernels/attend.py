@@ -157,14 +157,12 @@ def _chosen(call: AttentionCall, keeping: KeptInGrid | None, launcher: Launcher)
     rows = rows[:, :, None, :, None].expand(layout.batch, -1, key.shape[1], -1, -1)
     kept = torch.arange(layout.sink_tokens, layout.ahead, device=key.device).view(-1, 1)
     keeping.kept = Kept(kept.expand(*key.shape[:2], -1, -1), None, None, *keeping.kept[3:])
-    queries = windows = None
-    if keeping.sees:
-        queries, windows = layout.to_grid(query, None).transpose(2, 3), layout.windows(key, state.local_key)
+    grids = (layout.to_grid(query, None).transpose(2, 3), layout.windows(key, state.local_key)) if keeping.sees else None
     size = group_size(layout, key)
     for begin in range(0, layout.segments, size):
         of = slice(begin, end := min(begin + size, layout.segments))
-        if queries is not None and windows is not None:
-            compared = compared_window(queries[:, of], windows[:, of], layout, call.softmax, begin, end)
+        if grids is not None:
+            compared = compared_window(grids[0][:, of], grids[1][:, of], layout, call.softmax, begin, end)
             keeping.see(compared, begin, end, call.softmax)
         chosen.append(keeping.choose((rows[:, of], None, None), begin, end))
     seen, evicted = (
