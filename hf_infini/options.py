@@ -184,11 +184,11 @@ def context_limit(config) -> int | None:
     return getattr(config, "n_positions", None) if getattr(config, "position_encoding", "learned") == "learned" else None
 
 
-def key_heads(config) -> tuple[int, int]:
-    """Key/value heads of a layer, and the width of one."""
+def key_heads(config) -> tuple[int, int, int]:
+    """Key/value heads of a layer, and how wide the keys and the values of one are."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return getattr(config, "num_key_value_heads", None) or heads, width
+    return getattr(config, "num_key_value_heads", None) or heads, width, getattr(config, "value_dim", None) or width
 
 
 def first_layers(windows: dict[int, tuple[int, int, int, int]]) -> dict[tuple[int, int, int, int], int]:

@@ -26,7 +26,8 @@ from cli.model_options import MEMORY, UPDATE_RULES
 # As associative_recall.model has them, whose import takes seconds; what tells most comes first
 MIXERS = ["attention", "window", *UPDATE_RULES, *(f"{rule}+conv" for rule in UPDATE_RULES)]
 DECIDED = ("segment_length", "update_rule", "memory_conv", "layers", "mask_special_tokens")
-SHORT = {"d_model": "d", "heads": "h", "segment_length": "s", "window": "w", "precision": ""}  # in the names of runs
+SHORT = {"d_model": "d", "heads": "h", "head_dim": "k", "value_dim": "v"}  # in the names of runs
+SHORT |= {"segment_length": "s", "window": "w", "precision": ""}
 STATE_TOKENS = 1024  # after which the state is counted
 
 
@@ -38,6 +39,9 @@ class MQAROptions:
     mixers: list[str] = option(MIXERS, "What is compared, in this order.", choices=MIXERS, group="model")
     d_model: int = option(64, "Width.", at_least=1, at_most=2**16)
     heads: int = option(2, "Heads of the mixer; must divide the width.", at_least=1, at_most=2**16)
+    head_dim: int | None = option(None, "Width of a head's queries and keys; default: --d_model / --heads.", at_least=1,
+                                 at_most=2**16)  # fmt: skip
+    value_dim: int | None = option(None, "Width of a head's values; default: as wide as keys.", at_least=1, at_most=2**16)
     segment_length: int = option(16, "Tokens of a segment, for the memories.", at_least=1, at_most=2**20)
     window: int = option(32, "window: tokens that a token sees, itself included. 32 keep about as many bytes as segments of "
                          "16 and a memory, 64 wide with 2 heads.", at_least=1, at_most=2**20)  # fmt: skip
@@ -78,9 +82,8 @@ def main(argv: list[str] | None = None) -> None:
     from training.run_folder import say
 
     parts = [read_parts(getattr(options, name), name, options.vocabulary) for name in ("train", "test")]
-    configs = {
-        mixer: mixer_config(mixer, options.d_model, options.heads, options.window, memory) for mixer in options.mixers
-    }
+    sizes = options.d_model, options.heads, options.window, memory
+    configs = {mixer: mixer_config(mixer, *sizes, **widths_of(options)) for mixer in options.mixers}
     claim_folder(Path(options.out), "mqar.py")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -115,6 +118,11 @@ def memory_options(texts: list[str]) -> dict:
     return found
 
 
+def widths_of(options: MQAROptions) -> dict:
+    """The widths of a head that were given."""
+    return {name: width for name in ("head_dim", "value_dim") if (width := getattr(options, name)) is not None}
+
+
 def setting_of(options: MQAROptions) -> dict:
     """The options that runs must share to be compared."""
     names = ("vocabulary", "train", "test", "seed", "batch_size", "epochs", "stop_above")
@@ -136,7 +144,7 @@ def run(options: MQAROptions, mixer: str, config, memory: dict, rate: float, row
     from support.stages import locked_folder, read_json, write_json
     from training.run_folder import OPTIONS, RESULT, check_same_run, say
 
-    shape = {"d_model": options.d_model, "heads": options.heads}
+    shape = {"d_model": options.d_model, "heads": options.heads, **widths_of(options)}
     shape |= memory if config.has_memory else {"window": options.window} if mixer == "window" else {}
     shape["precision"] = options.precision
     model_name = "-".join([mixer, *(f"{SHORT.get(name, f'{name}=')}{value}" for name, value in shape.items())])

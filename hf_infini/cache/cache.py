@@ -264,12 +264,12 @@ def cache_bytes(config: PreTrainedConfig) -> int:
     (`None`: torch's default). Where the memory skips tokens, each place of a window takes one more."""
     if not getattr(config, "infini_layers", ()):
         raise ValueError(f"the cache of a {type(config).__name__} without a compressive memory grows with every token.")
-    rule, (heads, width) = RULES[config.update_rule].of(config), key_heads(config)
+    rule, (heads, *widths) = RULES[config.update_rule].of(config), key_heads(config)
     dtype = dtype_of(config)
-    key = torch.empty(1, heads, 0, width, dtype=dtype, device="meta")
+    key, value = (torch.empty(1, heads, 0, width, dtype=dtype, device="meta") for width in widths)
     learned = bool(rule.parameters(1, 1)) or config.memory_write == "learned"
     windows = config.windows.values()
-    states = (InfiniState.initial(key, key, *window, rule=rule, weighted=learned) for window in windows)
+    states = (InfiniState.initial(key, value, *window, rule=rule, weighted=learned) for window in windows)
     recent = max(config.memory_conv - 1, 0) * config.hidden_size * dtype.itemsize
     return sum(state.nbytes() + recent for state in states)
 

@@ -203,7 +203,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         """Gives the layer its memory; `tables`: [`InfiniModelMixin.rotary_tables`]; `dtype`: where weights are quantized."""
         self.options, self.config = config, copy.copy(config)
         self.config._attn_implementation = INTERFACE  # by which the own forward chooses its attention function
-        self.head_counts = config.num_attention_heads, *key_heads(config)
+        self.head_counts = config.num_attention_heads, *key_heads(config)[:2]
         self.rotary_type = None if None in tables or not tables else config.layer_types[self.layer_idx]
         weights = (weight.dtype for weight in self.parameters() if weight.dim() > 1 and weight.is_floating_point())
         options = {"device": device_of(self), "dtype": next(weights, dtype)}

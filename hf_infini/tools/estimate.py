@@ -28,10 +28,10 @@ def estimate(config: PreTrainedConfig, tokens: int, **options) -> Estimate:
     elif options:
         raise ValueError(f"this {type(config).__name__} has the options of its memory: leave out {', '.join(options)}.")
     dtype = dtype_of(config)
-    heads, width = key_heads(config)
+    heads, *widths = key_heads(config)
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or tokens
     # With the token of the next call, what is held of a sliding window is the window
     held = [tokens if kind == "full_attention" else min(tokens, window - 1) for kind in layer_kinds(config)]
-    of_layers = [2 * heads * width * count * dtype.itemsize for count in held]
+    of_layers = [heads * sum(widths) * count * dtype.itemsize for count in held]
     kept = sum(of_layer for layer, of_layer in enumerate(of_layers) if layer not in config.infini_layers)
     return Estimate(sum(of_layers), kept + cache_bytes(config))

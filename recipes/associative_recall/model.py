@@ -30,17 +30,17 @@ MEMORY_TAPS = 4  # of the convolution inside the memory: as many as those inside
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**28}  # at a time: 8 MB stay in the cache
 
 
-def mixer_config(mixer: str, width: int, heads: int, window: int, memory: Mapping) -> CausalMHAConfig:
+def mixer_config(mixer: str, width: int, heads: int, window: int, memory: Mapping, **widths: int) -> CausalMHAConfig:
     """The configuration of a mixer of the library.
 
     Args:
         mixer: of recipes/mqar.py.
         width, heads: of the model; window: tokens that a token of "window" sees, itself included.
-        memory: options of the memory, with `segment_length`.
+        memory: options of the memory, with `segment_length`; widths: `head_dim` and `value_dim` of a head, if given.
 
     Raises UserError for options that do not go together.
     """
-    options: dict = {"n_layer": 1, "n_embd": width, "n_head": heads, "position_encoding": "none", "qkv_bias": True}
+    options: dict = {"n_layer": 1, "n_embd": width, "n_head": heads, "position_encoding": "none", "qkv_bias": True, **widths}
     if mixer == "attention":
         options |= {"attention": "global", "dropout": ATTENTION_DROPOUT}
     elif mixer == "window":

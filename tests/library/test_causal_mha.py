@@ -88,12 +88,11 @@ def by_loops(module: CausalMultiHeadAttention, x: torch.Tensor) -> torch.Tensor:
         for i in range(len(row)):
             heads = []
             for h in range(module.num_heads):
-                part = slice(h * width, (h + 1) * width)
                 first = 0 if config.sliding_window is None else max(0, i - config.sliding_window + 1)
                 scores, values = [], []
                 for j in range(first, i + 1):
                     query, key, value = (
-                        layer.weight[part] @ row[place] + layer.bias[part]
+                        layer.weight.chunk(module.num_heads)[h] @ row[place] + layer.bias.chunk(module.num_heads)[h]
                         for layer, place in ((module.W_query, i), (module.W_key, j), (module.W_value, j))
                     )
                     if config.position_encoding == "rope":
@@ -130,10 +129,12 @@ def outputs_and_gradients(function, module, x) -> list[torch.Tensor]:
 
 
 LOCAL = {"attention": "local", "sliding_window": 4}
+WIDE_KEYS, WIDE_VALUES = {"head_dim": 6, "value_dim": 3}, {"head_dim": 2, "value_dim": 5}
 # Eleven of the forty kinds, in which each score meets most encodings, and each of both the two reaches; in the last,
-# relative positions are added to keys and not to scores
+# relative positions are added to keys and not to scores. And three whose keys and values are not as wide.
 KINDS = [(SCORES[n % 4], POSITIONS[n % 5], LOCAL if n // 2 % 2 else {}) for n in range(10)]
 KINDS.append(("additive", "relative_key", LOCAL))
+KINDS += [("general", "rope", WIDE_KEYS), ("additive", "relative_key", WIDE_VALUES), ("dot", "alibi", LOCAL | WIDE_KEYS)]
 
 
 @pytest.mark.slow
@@ -164,6 +165,8 @@ RICH = {"feature_map": "exp", "memory_write": "learned", "memory_conv": 3}
         ("rope", "scaled_dot", 1, "delta", {}),
         ("none", "scaled_dot", 1, "gated_delta", {}),
         ("rope", "dot", 0, "gated_delta", {"feature_map": "exp", "memory_conv": 3}),
+        ("rope", "scaled_dot", 1, "gated_delta", WIDE_KEYS),
+        ("none", "dot", 1, "linear", WIDE_VALUES),
     ],
 )
 def test_infini_is_the_naive_function(position, score, kept, rule, memory):
@@ -187,10 +190,10 @@ def test_infini_is_the_naive_function(position, score, kept, rule, memory):
 
     for ours, naive in zip(*(outputs_and_gradients(f, module, x) for f in (module, by_tokens)), strict=True):
         torch.testing.assert_close(ours, naive)
-    if memory:
+    if memory.keys() - WIDE_KEYS.keys():
         return
     # What the window compares is the score of the other kinds: inside the first segment nothing else counts
-    other = attention(score=score, position_encoding=position)
+    other = attention(score=score, position_encoding=position, **memory)
     other.load_state_dict({k: v for k, v in module.state_dict().items() if k.partition(".")[0] not in PARAMETERS})
     torch.testing.assert_close(module(x)[:, :4], other(x[:, :4]))
 

@@ -11,7 +11,7 @@ INFINI = REACHES["infini"]
 KINDS = [
     {"position_encoding": "learned", "score": "general"},
     {"position_encoding": "sinusoidal", "score": "additive"},
-    {"position_encoding": "rope", "score": "dot"},
+    {"position_encoding": "rope", "score": "dot", "head_dim": 6, "value_dim": 10},
     {"position_encoding": "relative_key"},
     REACHES["none"] | {"position_encoding": "learned"},
     REACHES["local"] | {"position_encoding": "t5"},
@@ -19,7 +19,7 @@ KINDS = [
     REACHES["local"] | {"position_encoding": "rope"},
     INFINI | {"position_encoding": "learned", "score": "dot"},
     INFINI | {"position_encoding": "sinusoidal", "update_rule": "delta", "local_segments": 1, "sink_tokens": 3},
-    INFINI | {"position_encoding": "rope", "update_rule": "gated_delta"},
+    INFINI | {"position_encoding": "rope", "update_rule": "gated_delta", "head_dim": 12, "value_dim": 4},
     {"attention": "infini", "segment_length": 8, "position_encoding": "rope", "score": "dot"} | RICH,
 ]
 # Windows of one token, whose queries and keys do nothing, and of two: what is left of a cache is nothing and one token

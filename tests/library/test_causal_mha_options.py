@@ -102,6 +102,8 @@ def test_first_values():
         ({"sliding_window": 5}, "sliding_window=5 belongs to attention='local' and does nothing with 'global'"),
         ({"attention": "local", "sliding_window": 5, "memory_conv": 2}, "memory_conv=2 belongs to attention='infini'"),
         ({"attention": "none", "score": "dot"}, "score='dot' belongs to attention='global' or 'local' or 'infini'"),
+        ({"attention": "none", "value_dim": 4}, "value_dim=4 belongs to attention='global' or 'local' or 'infini'"),
+        ({"head_dim": 0}, "head_dim"),
         ({"rope_theta": 100}, "rope_theta=100 belongs to position_encoding='rope' and does nothing with .*'learned'"),
         (REACHES["infini"] | {"score": "additive"}, "attention='infini' needs a score that is a product, scaled_dot, dot"),
         (REACHES["infini"] | {"position_encoding": "t5"}, "attention='infini' goes with position_encoding learned, "),

@@ -106,7 +106,7 @@ def test_padded_and_packed_rows_are_rows_of_their_own(keep_score, shares):
         lambda: patch_model(decoder("gemma3_text"), **WINDOW, kept_tokens=6, update_rule="gated_delta", memory_conv=3),
         lambda: patch_model(decoder("llama"), **WINDOW, kept_tokens=6, keep_score="half").to(torch.bfloat16),
         lambda: infini_gpt2(),
-        lambda: scratch(kept_shares=SHARES["some"]),
+        lambda: scratch(kept_shares=SHARES["some"], head_dim=6, value_dim=10),
     ],
 )
 def test_cache_bytes_are_those_of_a_cache(model):

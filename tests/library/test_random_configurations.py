@@ -68,7 +68,8 @@ def infini_models(draw):
     if family == "causal_mha":
         encoding = draw(st.sampled_from(["learned", "sinusoidal", "rope", "none"]))
         score = draw(st.sampled_from(["scaled_dot", "dot"]))
-        model = causal_mha(**plain, **options, attention="infini", position_encoding=encoding, score=score)
+        widths = {name: draw(st.sampled_from([None, 2, 6])) for name in ("head_dim", "value_dim")}
+        model = causal_mha(**plain, **options, **widths, attention="infini", position_encoding=encoding, score=score)
     else:
         model = patch_model(plain, **options)
     noise = torch.Generator().manual_seed(1)

@@ -14,6 +14,7 @@ from ...ops.layout.build import segment_layout
 from ...ops.positions import alibi_bias, relative_key_bias, rotate, rotation
 from ...ops.scores import additive_scores, as_dot_product, dot_scores, general_scores, scaled_dot_scores, visible_softmax
 from ...ops.window import ScoreOptions
+from ...options import key_heads
 from .configuration import ATTENTION_OPTIONS, CausalMHAConfig
 from .options import IN_EMBEDDING, RELATIVE
 
@@ -25,13 +26,13 @@ class HeadParts(NamedTuple):
 
     scores: Tensor  # [batch, heads, Q, K], position biases included, −inf where a key is not visible
     weights: Tensor  # [batch, heads, Q, K], the softmax of the scores: rows sum to 1, or are 0 where no key is visible
-    heads: Tensor  # [batch, heads, Q, head_dim], weights · values
+    heads: Tensor  # [batch, heads, Q, value_dim], weights · values
 
 
 class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
     """`concat(head_1, …, head_H) W_O`, with `head_h = softmax(score(Q_h, K_h) + causal mask) V_h` (Vaswani et al. 2017).
 
-    Head `h` owns the columns `h · head_dim … (h + 1) · head_dim − 1` of what `W_query`, `W_key` and `W_value` give.
+    Head `h` owns the columns `h · width … (h + 1) · width − 1` of what `W_query`, `W_key` and `W_value` give.
 
     Args:
         d_in: width of the input; d_out: of the output, all heads together.
@@ -71,12 +72,12 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
                 raise ValueError("attention='none' and 'learned' or 'sinusoidal' positions are a model's: choose others.")
         self.config = self.options = config
         self.layer_idx = layer_idx
-        self.num_heads, self.head_dim = num_heads, d_out // num_heads
+        self.num_heads, self.head_dim, value_dim = key_heads(config)
         self.head_counts = num_heads, num_heads, self.head_dim
-        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.out_proj = nn.Linear(d_out, d_out)
+        self.W_query = nn.Linear(d_in, num_heads * self.head_dim, bias=qkv_bias)
+        self.W_key = nn.Linear(d_in, num_heads * self.head_dim, bias=qkv_bias)
+        self.W_value = nn.Linear(d_in, num_heads * value_dim, bias=qkv_bias)
+        self.out_proj = nn.Linear(num_heads * value_dim, d_out)
         self.dropout = nn.Dropout(dropout)
         if config.score == "general":
             self.score_weight = nn.Parameter(torch.empty(num_heads, self.head_dim, self.head_dim))
@@ -166,9 +167,9 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         return HeadParts(scores, weights, self.dropout(weights) @ value)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of `[batch, tokens, d_in]`, `[batch, heads, tokens, head_dim]` each."""
+        """Queries, keys and values of `[batch, tokens, d_in]`, `[batch, heads, tokens, width]` each."""
         projections = (self.W_query(hidden_states), self.W_key(hidden_states), self.W_value(hidden_states))
-        return tuple(part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in projections)
+        return tuple(part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in projections)
 
     def inputs_outside_model(self, hidden_states: Tensor, position_ids=None, return_weights: bool = False) -> SharedInputs:
         """What a model would have made for this layer; arguments as of `forward`."""
@@ -187,8 +188,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
     def score_options(self, infini: SharedInputs) -> ScoreOptions:
         """How the windows of `attention="infini"` are computed."""
         scaling = self.head_dim**-0.5 if self.config.score == "scaled_dot" else 1.0
-        dropout = self.dropout.p if self.training else 0.0
-        return ScoreOptions(scaling, dropout, infini.return_weights, rotary=infini.rotary.get(None))
+        return ScoreOptions(scaling, self.dropout.p * self.training, infini.return_weights, rotary=infini.rotary.get(None))
 
     def _with_cached(self, hidden_states, position_ids, cache) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the new tokens; keys and values of these and of the cached ones."""

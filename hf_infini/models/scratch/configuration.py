@@ -10,12 +10,12 @@ from .options import IN_EMBEDDING, ScratchOptions
 # The options of a CausalMultiHeadAttention outside of a model, beside its sizes.
 ATTENTION_OPTIONS = (
     *("attention", "score", "position_encoding", "max_distance", "num_buckets", "rope_theta", "sliding_window"),
+    *("head_dim", "value_dim"),
     *(name for name in MEMORY_OPTIONS if name not in ("layers", "kept_shares", "mask_special_tokens")),
 )
 # Every option that does nothing unless another one has one of these values. What train.py learns to predict is its own.
 NEEDS = {
-    "score": ("attention", ("global", "local", "infini")),
-    "qkv_bias": ("attention", ("global", "local", "infini")),
+    **dict.fromkeys(("score", "head_dim", "value_dim", "qkv_bias"), ("attention", ("global", "local", "infini"))),
     "sliding_window": ("attention", ("local",)),
     "max_distance": ("position_encoding", ("relative_key", "t5")),
     "num_buckets": ("position_encoding", ("t5",)),
@@ -64,19 +64,13 @@ class CausalMHAConfig(ScratchOptions, InfiniConfigMixin, PreTrainedConfig):
     pad_token_id: int | None = None
 
     @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.n_embd // self.n_head
-
-    @property
     def has_memory(self) -> bool:
         """Whether the layers have a compressive memory: all or none."""
         return self.attention == "infini"
 
     def validate_causal_mha(self):
         """Run by the base class after every construction."""
-        encoding, infini = self.position_encoding, self.attention == "infini"
-        buckets, distance = self.num_buckets, self.max_distance
+        encoding, buckets, distance = self.position_encoding, self.num_buckets, self.max_distance
         refused = {
             "attention='local' needs a sliding_window of 1 token or more":
                 self.attention == "local" and self.sliding_window is None,
@@ -84,9 +78,9 @@ class CausalMHAConfig(ScratchOptions, InfiniConfigMixin, PreTrainedConfig):
             f"position_encoding='t5' needs 2 ≤ num_buckets < 2 * max_distance; got num_buckets={buckets}, "
             f"max_distance={distance}": encoding == "t5" and not 2 <= buckets < 2 * distance,
             f"attention='infini' needs a score that is a product, {', '.join(INFINI_SCORES)}; got {self.score!r}":
-                infini and self.score not in INFINI_SCORES,
+                self.has_memory and self.score not in INFINI_SCORES,
             f"attention='infini' goes with position_encoding {', '.join(INFINI_POSITIONS)}; got {encoding!r}":
-                infini and encoding not in INFINI_POSITIONS,
+                self.has_memory and encoding not in INFINI_POSITIONS,
             f"position_encoding={encoding!r} acts inside the attention, and attention='none' has none":
                 self.attention == "none" and encoding not in (*IN_EMBEDDING, "none"),
         }  # fmt: skip

@@ -30,6 +30,10 @@ class ScratchOptions:
             `"rope"`: base of the wavelengths.
         sliding_window (`int`, *optional*):
             `"local"`: tokens seen, the token itself included. Required there, refused elsewhere.
+        head_dim (`int`, *optional*):
+            Width of a head's queries and keys; `None` is `n_embd / n_head`.
+        value_dim (`int`, *optional*):
+            Width of a head's values; `None`: as wide as its keys. A memory holds `head_dim * value_dim` numbers a head.
         qkv_bias (`bool`, *optional*, defaults to `False`):
             Whether `W_query`, `W_key` and `W_value` have a bias.
         n_inner (`int`, *optional*):
@@ -49,6 +53,8 @@ class ScratchOptions:
     num_buckets: int = field(default=32, metadata={"at_least": 1, "at_most": 2**20})
     rope_theta: float | int = field(default=10000.0, metadata={"greater_than": 0})
     sliding_window: int | None = field(default=None, metadata={"at_least": 1})
+    head_dim: int | None = field(default=None, metadata={"at_least": 1})
+    value_dim: int | None = field(default=None, metadata={"at_least": 1})
     qkv_bias: bool = False
     n_inner: int | None = field(default=None, metadata={"at_least": 1})
     activation_function: str = "gelu"

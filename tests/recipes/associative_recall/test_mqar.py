@@ -56,9 +56,9 @@ def test_every_pair_is_asked_for_once_after_all_pairs():
     assert [len(batch) for batch in batches] == [8, 8, 4] and torch.equal(batches[2].inputs, rows.inputs[16:])
 
 
-def build(mixer: str, width: int = 16, window: int = 4, **memory):
+def build(mixer: str, window: int = 4, **widths):
     torch.manual_seed(0)
-    config = models.mixer_config(mixer, width, 2, window, {"segment_length": 8, **memory})
+    config = models.mixer_config(mixer, 16, 2, window, {"segment_length": 8}, **widths)
     return models.Recaller(config, 40).double()
 
 
@@ -139,6 +139,8 @@ def test_bytes_of_state():
     assert of_memory <= linear < of_memory + 64
     assert linear == build("linear").state_bytes(500) and gated < linear + 8 * 2 * 2 * 8  # no normaliser, but α and β
     assert build("linear+conv").state_bytes(20) == linear + 3 * 16 * 8
+    narrow = build("linear", value_dim=6).state_bytes(20)  # two values fewer in the memory, and in the window
+    assert linear - narrow == (2 * 8 * 2 + 2 * 8 * 2) * 8
 
 
 def test_the_memory_does_not_decay():
