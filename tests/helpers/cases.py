@@ -233,9 +233,12 @@ def assert_same_gradients(left, right, tolerance: float) -> None:
         assert difference <= tolerance * scale, f"gradient {number}: difference {difference:.1e} at scale {scale:.1e}"
 
 
-def plain_case(batch=2, heads=2, kv_heads=2, tokens=24, width=4, dtype=torch.float64, seed=0, segment_length=5, **options):
-    """The arguments of a call in one dtype, with nothing special about them, as a [`Case`]."""
+def plain_case(
+    batch=2, heads=2, kv_heads=2, tokens=24, width=4, value_width=None, dtype=torch.float64, seed=0, segment_length=5, **options
+):
+    """The arguments of a call in one dtype, with nothing special about them, as a [`Case`]; values as wide as keys, or so."""
     draw = torch.Generator().manual_seed(seed)
-    shapes = [(batch, heads, tokens, width), (batch, kv_heads, tokens, width), (batch, kv_heads, tokens, width), (heads,)]
+    shapes = [(batch, heads, tokens, width)] + [(batch, kv_heads, tokens, each) for each in (width, value_width or width)]
+    shapes.append((heads,))
     tensors = [torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
     return Case(*tensors, segment_length, {"update_rule": "linear", "local_segments": 0} | options)

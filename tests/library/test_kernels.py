@@ -81,6 +81,13 @@ CASES = {  # sizes, whether rotary, options, cuts
     "cut twice": (WINDOW, True, {}, (2, 31)),
     "padded and packed": ({**WINDOW, "batch": 2}, True, padded_and_packed(2, 60), ()),
     "padded and packed, continued": (WINDOW, False, padded_and_packed(1, 60), (20, 45)),
+    "values wider than keys": ({**WINDOW, "value_width": 32}, True, {}, (31,)),
+    "keys wider than values, kept": (
+        {**WINDOW, "value_width": 16, "width": 32, "kept_tokens": 5, "keep_score": "half"},
+        True,
+        padded_and_packed(1, 60) | {"learned_score": drawn(1, 1, 60)},
+        (20,),
+    ),
     "weights of tokens, and a mask of the memory": (
         {},
         False,
@@ -108,7 +115,7 @@ def test_outputs_states_and_gradients_are_those_of_the_reference(name):
     sizes, rotary, options, cuts = CASES[name]
     case = plain_case(**SMALL | sizes, **options, dtype=torch.float32)
     if rotary:
-        case.options["rotary"] = rotary_of(case.segment_length, case.options, 16, torch.float32)
+        case.options["rotary"] = rotary_of(case.segment_length, case.options, case.key.shape[-1], torch.float32)
     state = None if name.startswith(EMPTY) else state_before(case)
     assert_equals_reference(case, by_kernels, FLOAT32, cuts, state)
 

@@ -25,6 +25,7 @@ CASES = {
     "GPT-2": ({"heads": 2, "kv_heads": 2, "width": 64}, torch.bfloat16, 7),
     "Llama": ({**LLAMA, "width": 64}, torch.bfloat16, 9),
     "Llama, wide": ({"heads": 4, "kv_heads": 2, "width": 128, "local_segments": 1}, torch.bfloat16, 8),
+    "narrow values": ({"heads": 4, "kv_heads": 2, "width": 128, "value_width": 32}, torch.bfloat16, 7),
     "GPT-2, float32": ({"heads": 2, "kv_heads": 2, "width": 64}, torch.float32, 7),
     "Llama, kept": ({**LLAMA, "width": 64, "kept_tokens": 200}, torch.bfloat16, 10),
     "Llama, wide, kept": ({**LLAMA, "width": 128, "kept_tokens": 200}, torch.bfloat16, 10),
