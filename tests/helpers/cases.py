@@ -237,7 +237,7 @@ def plain_case(
     batch=2, heads=2, kv_heads=2, tokens=24, width=4, value_width=None, dtype=torch.float64, seed=0, segment_length=5,
     **options,
 ):  # fmt: skip
-    """The arguments of a call in one dtype, with nothing special about them, as a [`Case`]; `value_width`: `None` is `width`."""
+    """The arguments of a call in one dtype, nothing special about them, as a [`Case`]; values as wide as keys by default."""
     draw = torch.Generator().manual_seed(seed)
     shapes = [(batch, heads, tokens, width)] + [(batch, kv_heads, tokens, each) for each in (width, value_width or width)]
     shapes.append((heads,))
