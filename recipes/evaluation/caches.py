@@ -127,8 +127,8 @@ def window_of_equal_bytes(config) -> dict:
     values of 16 bits."""
     config = copy.deepcopy(config)
     config.dtype = torch.bfloat16
-    heads, width = key_heads(config)
-    tokens = cache_bytes(config) // len(config.infini_layers) // (2 * heads * width * config.dtype.itemsize)
+    heads, *widths = key_heads(config)
+    tokens = cache_bytes(config) // len(config.infini_layers) // (heads * sum(widths) * config.dtype.itemsize)
     return window_of(tokens - config.sink_tokens, config.sink_tokens + 1, config.segment_length)
 
 
