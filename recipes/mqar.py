@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import SEED, UserError, exit_on_error, option, parse_options, parse_yaml
-from cli.model_options import MEMORY, UPDATE_RULES
+from cli.model_options import MEMORY, UPDATE_RULES, given_options
 
 # As associative_recall.model has them, whose import takes seconds; what tells most comes first
 MIXERS = ["attention", "window", *UPDATE_RULES, *(f"{rule}+conv" for rule in UPDATE_RULES)]
 DECIDED = ("segment_length", "update_rule", "memory_conv", "layers", "mask_special_tokens")
+WIDTHS = ("head_dim", "value_dim")
 SHORT = {"d_model": "d", "heads": "h", "head_dim": "k", "value_dim": "v"}  # in the names of runs
 SHORT |= {"segment_length": "s", "window": "w", "precision": ""}
 STATE_TOKENS = 1024  # after which the state is counted
@@ -83,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
 
     parts = [read_parts(getattr(options, name), name, options.vocabulary) for name in ("train", "test")]
     sizes = options.d_model, options.heads, options.window, memory
-    configs = {mixer: mixer_config(mixer, *sizes, **widths_of(options)) for mixer in options.mixers}
+    configs = {mixer: mixer_config(mixer, *sizes, **given_options(options, WIDTHS)) for mixer in options.mixers}
     claim_folder(Path(options.out), "mqar.py")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -118,11 +119,6 @@ def memory_options(texts: list[str]) -> dict:
     return found
 
 
-def widths_of(options: MQAROptions) -> dict:
-    """The widths of a head that were given."""
-    return {name: width for name in ("head_dim", "value_dim") if (width := getattr(options, name)) is not None}
-
-
 def setting_of(options: MQAROptions) -> dict:
     """The options that runs must share to be compared."""
     names = ("vocabulary", "train", "test", "seed", "batch_size", "epochs", "stop_above")
@@ -144,7 +140,7 @@ def run(options: MQAROptions, mixer: str, config, memory: dict, rate: float, row
     from support.stages import locked_folder, read_json, write_json
     from training.run_folder import OPTIONS, RESULT, check_same_run, say
 
-    shape = {"d_model": options.d_model, "heads": options.heads, **widths_of(options)}
+    shape = {"d_model": options.d_model, "heads": options.heads, **given_options(options, WIDTHS)}
     shape |= memory if config.has_memory else {"window": options.window} if mixer == "window" else {}
     shape["precision"] = options.precision
     model_name = "-".join([mixer, *(f"{SHORT.get(name, f'{name}=')}{value}" for name, value in shape.items())])

@@ -18,6 +18,7 @@ from transformers import (
 from evaluation.inference import read_in_chunks
 from hf_infini import patch_model
 from hf_infini.compat.cache_name import CACHE
+from hf_infini.options import key_heads
 from hf_infini.tools.training import parameter_groups
 
 KINDS = ("infini", "stock")
@@ -104,10 +105,10 @@ def cache_after(model, way: str, batch: int, context: int, seed: int, room: int 
     cache, config = DynamicCache(config=model.config), model.config
     if way == "stock-static":
         cache = StaticCache(config=config, max_cache_len=context + room)
-    heads, width = config.num_attention_heads, getattr(config, "head_dim", None)
-    shape = (batch, getattr(config, "num_key_value_heads", heads), context, width or config.hidden_size // heads)
+    heads, *widths = key_heads(config)
     for layer in range(config.num_hidden_layers):
-        keys, values = (torch.randn(shape, device=model.device, dtype=model.dtype) for _ in range(2))
+        shapes = ((batch, heads, context, width) for width in widths)
+        keys, values = (torch.randn(shape, device=model.device, dtype=model.dtype) for shape in shapes)
         cache.update(keys, values, layer)
     return cache
 

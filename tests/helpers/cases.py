@@ -239,7 +239,7 @@ def plain_case(
 ):  # fmt: skip
     """The arguments of a call in one dtype, nothing special about them, as a [`Case`]; values as wide as keys by default."""
     draw = torch.Generator().manual_seed(seed)
-    shapes = [(batch, heads, tokens, width)] + [(batch, kv_heads, tokens, each) for each in (width, value_width or width)]
-    shapes.append((heads,))
+    rows = batch, kv_heads, tokens
+    shapes = [(batch, heads, tokens, width), (*rows, width), (*rows, value_width or width), (heads,)]
     tensors = [torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
     return Case(*tensors, segment_length, {"update_rule": "linear", "local_segments": 0} | options)

@@ -31,7 +31,7 @@ class LayerInspection:
         tensors: all that follow, by name; on the CPU, float32 (float64 for float64 models).
         scores: `[batch, head, query, key]`, before the softmax, position biases included, −inf where a key is not visible.
         weights: `[batch, head, query, key]`; rows sum to 1.
-        heads: `[batch, head, query, head_dim]`, each head's context vectors before the output projection.
+        heads: `[batch, head, query, head_dim]`, each head's context vectors before the output projection; as wide as values.
         output: `[batch, query, width]`, as the module returned it.
 
     and, with Infini-attention (`kind == "infini"`), where heads = g · memory_heads + (1 − g) · local_heads:
