@@ -1,4 +1,5 @@
-"""The lessons: the notebooks of recipes/ as pages of the site, with their outputs, and as files: a hook of mkdocs.
+"""The lessons: the notebooks of recipes/ as pages of the site, with their outputs, and as files: a
+hook of mkdocs.
 
 Formulas become MathML, which browsers show without a script.
 """
@@ -29,8 +30,11 @@ def with_formulas(text: str) -> str:
 
     def formula(match: re.Match) -> str:
         display, inline = match.groups()
-        made = convert(" ".join((display or inline).split()), display="block" if display else "inline")
-        return made if display else f"<span>{made}</span>"  # at a line's beginning <math> would be a block of HTML
+        made = convert(
+            " ".join((display or inline).split()), display="block" if display else "inline"
+        )
+        # at a line's beginning <math> would be a block of HTML
+        return made if display else f"<span>{made}</span>"
 
     return FORMULA.sub(formula, text)
 
@@ -41,8 +45,15 @@ def output(data: dict) -> str:
         return f"<pre>{html.escape(''.join(data['text']).rstrip())}</pre>"
     shown = {kind: "".join(content) for kind, content in data["data"].items()}
     if "image/png" in shown:
-        return f'<img alt="{html.escape(shown["text/plain"])}" src="data:image/png;base64,{shown["image/png"].strip()}">'
-    return shown["text/html"] if "text/html" in shown else f"<pre>{html.escape(shown['text/plain'])}</pre>"
+        return (
+            f'<img alt="{html.escape(shown["text/plain"])}" '
+            f'src="data:image/png;base64,{shown["image/png"].strip()}">'
+        )
+    return (
+        shown["text/html"]
+        if "text/html" in shown
+        else f"<pre>{html.escape(shown['text/plain'])}</pre>"
+    )
 
 
 def lesson(file: Path) -> str:

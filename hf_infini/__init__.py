@@ -1,7 +1,8 @@
 """hf_infini: Infini-attention for Hugging Face causal language models.
 
-Importing it registers the model types with `AutoConfig`, `AutoModel` and the other Auto classes that load a GPT-2. Its
-rooms, from the bottom up, are ops, compat, cache, layers, models and tools. Each says in its `__init__` what it is for.
+Importing it registers the model types with `AutoConfig`, `AutoModel` and the other Auto classes
+that load a GPT-2. Its rooms, from the bottom up, are ops, compat, cache, layers, models and tools.
+Each says in its `__init__` what it is for.
 """
 
 import transformers
@@ -10,7 +11,9 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from .cache.cache import InfiniCache, cache_bytes
 from .models.adapter import load_adapter, lora_config, save_adapter
 from .models.families import PROBED, infini_class, register_lazily
-from .models.families import __getattr__ as __getattr__  # InfiniGPT2LMHeadModel, InfiniLlamaForCausalLM and so on
+
+# InfiniGPT2LMHeadModel, InfiniLlamaForCausalLM and so on
+from .models.families import __getattr__ as __getattr__
 from .models.gpt2 import InfiniGPT2Config
 from .models.patching import patch_model, unpatch_model
 from .models.scratch.attention import CausalMultiHeadAttention
@@ -34,7 +37,28 @@ for auto_class, model in AUTO_CLASSES.items():
 register_lazily(PROBED)
 
 __version__ = "0.1.0"
-__all__ = ["CausalMHAConfig", "CausalMHAForCausalLM", "CausalMHAModel", "CausalMultiHeadAttention", "GPT2InfiniAttention"]
-__all__ += ["InfiniCache", "InfiniGPT2Config", "InfiniState", "Reader", "asking_rows", "backend_of", "cache_bytes"]
-__all__ += ["estimate", "fit_keep_score", "infini_attention", "inspect_attention", "load_adapter", "lora_config"]
+__all__ = [
+    "CausalMHAConfig",
+    "CausalMHAForCausalLM",
+    "CausalMHAModel",
+    "CausalMultiHeadAttention",
+    "GPT2InfiniAttention",
+]
+__all__ += [
+    "InfiniCache",
+    "InfiniGPT2Config",
+    "InfiniState",
+    "Reader",
+    "asking_rows",
+    "backend_of",
+    "cache_bytes",
+]
+__all__ += [
+    "estimate",
+    "fit_keep_score",
+    "infini_attention",
+    "inspect_attention",
+    "load_adapter",
+    "lora_config",
+]
 __all__ += ["naive_infini_attention", "patch_model", "save_adapter", "unpatch_model"]

@@ -1,6 +1,8 @@
-"""The options of a compressive memory: their names, choices, defaults, meaning and checks, for all models and command lines.
+"""The options of a compressive memory: their names, choices, defaults, meaning and checks, for all
+models and command lines.
 
-Only the standard library is imported here: a command line reads the options without waiting for torch.
+Only the standard library is imported here: a command line reads the options without waiting for
+torch.
 """
 
 import math
@@ -15,7 +17,12 @@ else:
     ConfigBase = object
 
 # What the metadata of a number's field may demand of it
-LIMITS = {"at_least": operator.ge, "greater_than": operator.gt, "at_most": operator.le, "below": operator.lt}
+LIMITS = {
+    "at_least": operator.ge,
+    "greater_than": operator.gt,
+    "at_most": operator.le,
+    "below": operator.lt,
+}
 
 
 def number(default, **limits):
@@ -25,78 +32,97 @@ def number(default, **limits):
 
 def in_words(limits: Mapping) -> str:
     """The [`LIMITS`] among these entries in words: "at least 0 and below 1"."""
-    return " and ".join(f"{name.replace('_', ' ')} {limits[name]}" for name in LIMITS if name in limits)
+    return " and ".join(
+        f"{name.replace('_', ' ')} {limits[name]}" for name in LIMITS if name in limits
+    )
 
 
 def check_number(name: str, value, limits: Mapping) -> None:
-    """ValueError unless a number is finite and within its limits; anything else than a number passes."""
+    """ValueError unless a number is finite and within its limits; anything else than a number
+    passes."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return
-    if not math.isfinite(value) or not all(LIMITS[limit](value, limits[limit]) for limit in LIMITS if limit in limits):
+    if not math.isfinite(value) or not all(
+        LIMITS[limit](value, limits[limit]) for limit in LIMITS if limit in limits
+    ):
         raise ValueError(f"{name} must be {in_words(limits) or 'a finite number'}; got {value}.")
 
 
-def refuse(reasons: Mapping[str, object]) -> None:
-    """ValueError with the first of the reasons, each without its full stop, that applies."""
-    for reason, applies in reasons.items():
-        if applies:
+def refuse(*cases: tuple[object, str]) -> None:
+    """ValueError with the first of these reasons, each without its full stop, whose condition
+    holds."""
+    for condition, reason in cases:
+        if condition:
             raise ValueError(f"{reason}.")
 
 
-def places_of(segment_length: int, local_segments: int = 0, sink_tokens: int = 0, kept_tokens: int = 0) -> int:
+def places_of(
+    segment_length: int, local_segments: int = 0, sink_tokens: int = 0, kept_tokens: int = 0
+) -> int:
     """Places of a window: tokens that the softmax sees at most."""
     return sink_tokens + kept_tokens + (local_segments + 1) * segment_length
 
 
-UpdateRule = Literal["linear", "delta", "gated_delta"]  # the default first; a rule is a file of its name in ops/rules/
+# the default first; a rule is a file of its name in ops/rules/
+UpdateRule = Literal["linear", "delta", "gated_delta"]
 UPDATE_RULES = get_args(UpdateRule)
 
 
 @dataclass(init=False, repr=False, eq=False)
 class MemoryOptions(ConfigBase):
-    """What a configuration says of its model's memory; comes before `PreTrainedConfig` among the bases.
+    """What a configuration says of its model's memory; comes before `PreTrainedConfig` among the
+    bases.
 
     Args:
         segment_length (`int`, *optional*):
             Tokens in a segment, L; a memory needs one.
         update_rule (`str`, *optional*, defaults to `"linear"`):
-            How a segment is written into the memory: `"linear"` adds its values, `"delta"` its values minus what the memory
-            already returns for their keys (which does not overwrite: a key repeated many times reads half its value).
-            `"gated_delta"` overwrites, token by token: it replaces a share β of what the memory returns for the token's key,
-            of length one, by its value, and keeps a share α of everything; both are learned from the layer's input.
+            How a segment is written into the memory: `"linear"` adds its values, `"delta"` its
+            values minus what the memory already returns for their keys (which does not overwrite: a
+            key repeated many times reads half its value). `"gated_delta"` overwrites, token by
+            token: it replaces a share β of what the memory returns for the token's key, of length
+            one, by its value, and keeps a share α of everything; both are learned from the layer's
+            input.
         feature_map (`str`, *optional*, defaults to `"elu"`):
-            The function that makes positive features of the memory's queries and keys: `"elu"`, ELU + 1, as in the paper;
-            or `"exp"`, with which one token can outweigh many others.
+            The function that makes positive features of the memory's queries and keys: `"elu"`, ELU
+            + 1, as in the paper; or `"exp"`, with which one token can outweigh many others.
         local_segments (`int`, *optional*, defaults to 0):
             Earlier segments that the softmax attention still sees in full; 0 is the paper.
         sink_tokens (`int`, *optional*, defaults to 0):
-            How many first tokens of every document stay visible to the softmax of all later ones (attention sinks), and out
-            of the memory; fewer than a segment has. Pretrained models need about 4; 0 is the paper.
+            How many first tokens of every document stay visible to the softmax of all later ones
+            (attention sinks), and out of the memory; fewer than a segment has. Pretrained models
+            need about 4; 0 is the paper.
         kept_tokens (`int`, *optional*, defaults to 0):
-            How many of the tokens that have left the window each key/value head keeps word for word: those with the highest
-            `keep_score` stay visible to the softmax, between sinks and window, and all others are written into the memory.
+            How many of the tokens that have left the window each key/value head keeps word for
+            word: those with the highest `keep_score` stay visible to the softmax, between sinks and
+            window, and all others are written into the memory.
         kept_shares (`list[float]`, *optional*):
-            For each layer of the model, how many times `kept_tokens` it keeps, rounded down; `None`: 1. Few layers look far
-            back at single tokens: [`fit_keep_score`] finds them.
+            For each layer of the model, how many times `kept_tokens` it keeps, rounded down;
+            `None`: 1. Few layers look far back at single tokens: [`fit_keep_score`] finds them.
         keep_score (`str`, *optional*, defaults to `"attention"`):
-            Which tokens are kept: `"attention"`, those that received most of it while they were in the window, which fades
-            (a token that is `2 * kept_tokens` older must have received e times as much); `"learned"`, those with the largest
-            w·x, with x the input of the layer's projections and a w for each key/value head that starts at zero (then the
-            earliest are kept); or `"half"`, half of the places for each of the two.
+            Which tokens are kept: `"attention"`, those that received most of it while they were in
+            the window, which fades (a token that is `2 * kept_tokens` older must have received e
+            times as much); `"learned"`, those with the largest w·x, with x the input of the layer's
+            projections and a w for each key/value head that starts at zero (then the earliest are
+            kept); or `"half"`, half of the places for each of the two.
         gate_init (`float`, *optional*, defaults to 0.0):
-            First value of every head's gate logit β; the memory's share of the output is sigmoid(β).
+            First value of every head's gate logit β; the memory's share of the output is
+            sigmoid(β).
         layers (`list[int]`, *optional*):
-            Layers, counted from 0, that have a memory; the others keep full attention, and their cache grows with the
-            context. `None` is all of them.
+            Layers, counted from 0, that have a memory; the others keep full attention, and their
+            cache grows with the context. `None` is all of them.
         memory_conv (`int`, *optional*, defaults to 0):
-            Taps (the token itself and those before it) of a depthwise causal convolution, added to the input of the layer's
-            projections: what followed a token can then be recalled by that token. It starts at zero; 0 is none.
+            Taps (the token itself and those before it) of a depthwise causal convolution, added to
+            the input of the layer's projections: what followed a token can then be recalled by that
+            token. It starts at zero; 0 is none.
         memory_write (`str`, *optional*, defaults to `"equal"`):
-            Weight of a token in the memory: `"equal"` for all; or `"learned"`, where σ(k) is multiplied by e^(w·x), with x
-            the input of the layer's projections and a w for each head that starts at zero, so that filler can stay out of
-            the memory. Not with `feature_map="elu"`.
+            Weight of a token in the memory: `"equal"` for all; or `"learned"`, where σ(k) is
+            multiplied by e^(w·x), with x the input of the layer's projections and a w for each head
+            that starts at zero, so that filler can stay out of the memory. Not with
+            `feature_map="elu"`.
         mask_special_tokens (`bool`, *optional*, defaults to `True`):
-            Tokens with the configuration's bos, eos or pad id are seen inside the window but not written into the memory.
+            Tokens with the configuration's bos, eos or pad id are seen inside the window but not
+            written into the memory.
     """
 
     segment_length: int | None = number(None, at_least=1, at_most=2**20)
@@ -125,8 +151,8 @@ class MemoryOptions(ConfigBase):
         return *self.window_of(None)[:3], max([self.window_of(layer)[3] for layer in layers])
 
     def window_of(self, layer: int | None) -> tuple[int, int, int, int]:
-        """What the softmax of a layer sees: tokens of a segment, earlier segments, first tokens of a document, kept tokens.
-        `None`: of one outside of a model."""
+        """What the softmax of a layer sees: tokens of a segment, earlier segments, first tokens of
+        a document, kept tokens. `None`: of one outside of a model."""
         length: Any = self.segment_length  # there is one where there is a memory
         share = 1 if self.kept_shares is None or layer is None else self.kept_shares[layer]
         return length, self.local_segments, self.sink_tokens, int(self.kept_tokens * share + 1e-6)
@@ -143,7 +169,8 @@ class MemoryOptions(ConfigBase):
 
     @property
     def infini_layers(self) -> list[int]:
-        """Numbers of the layers with a memory: by default those that would see everything, so that sliding ones stay."""
+        """Numbers of the layers with a memory: by default those that would see everything, so that
+        sliding ones stay."""
         if not self.has_memory:
             return []
         if self.layers is not None:
@@ -151,55 +178,95 @@ class MemoryOptions(ConfigBase):
         return [layer for layer, kind in enumerate(layer_kinds(self)) if kind == "full_attention"]
 
     def validate_memory_options(self):
-        """Run by the base class after every construction; the choices and types are checked before, by the annotations."""
+        """Run by the base class after every construction; the choices and types are checked before,
+        by the annotations."""
         if not self.has_memory:
             return
         if self.segment_length is None:
             raise ValueError("give segment_length, the tokens of a segment, such as 256.")
-        count = self.num_hidden_layers
-        refused = {
-            f"sink_tokens must be fewer than the {self.segment_length} tokens of a segment; got {self.sink_tokens}":
+        count, scores = self.num_hidden_layers, {"attention": 0, "learned": 1, "half": 2}
+        shares_fit = self.kept_shares is None or (
+            len(self.kept_shares) == count
+            and all(0 <= share <= 99 for share in self.kept_shares)
+            and self.window[3] > 0
+        )
+        is_causal = getattr(self, "is_causal", True)
+        both_ways = getattr(self, "use_bidirectional_attention", None)
+        refuse(
+            (
                 self.sink_tokens >= self.segment_length,
-            f"keep_score={self.keep_score!r} says which tokens are kept: give kept_tokens, such as 256, with it; got "
-            f"{self.kept_tokens}": self.kept_tokens < {"attention": 0, "learned": 1, "half": 2}[self.keep_score],
-            f"kept_shares must be {count} numbers from 0 to 99, one for each layer, with kept_tokens, such as 256, of which "
-            f"some layer keeps any; got {self.kept_shares} and {self.kept_tokens}": self.kept_shares is not None and not (
-                len(self.kept_shares) == count and all(0 <= x <= 99 for x in self.kept_shares) and self.window[3]),
-            "a memory holds what came before, and with is_causal=False or use_bidirectional_attention tokens see what comes "
-            "after them: leave it out":
-                not getattr(self, "is_causal", True) or getattr(self, "use_bidirectional_attention", None),
-            "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' with it; got "
-            f"feature_map={self.feature_map!r}": self.memory_write == "learned" and self.feature_map == "elu",
-            f"layers must name some of the {count} layers, 0 to {count - 1}, or be None for all; got {self.layers}":
-                self.layers is not None and (not self.layers or not {*self.layers} <= {*range(count)}),
-        }  # fmt: skip
-        refuse(refused)
+                f"sink_tokens must be fewer than the {self.segment_length} tokens of a segment; "
+                f"got {self.sink_tokens}",
+            ),
+            (
+                self.kept_tokens < scores[self.keep_score],
+                f"keep_score={self.keep_score!r} says which tokens are kept: give kept_tokens, "
+                f"such as 256, with it; got {self.kept_tokens}",
+            ),
+            (
+                not shares_fit,
+                f"kept_shares must be {count} numbers from 0 to 99, one for each layer, with "
+                f"kept_tokens, such as 256, of which some layer keeps any; got {self.kept_shares} "
+                f"and {self.kept_tokens}",
+            ),
+            (
+                not is_causal or both_ways,
+                "a memory holds what came before, and with is_causal=False or "
+                "use_bidirectional_attention tokens see what comes after them: leave it out",
+            ),
+            (
+                self.memory_write == "learned" and self.feature_map == "elu",
+                "memory_write='learned' multiplies features by adding to their exponents: give "
+                f"feature_map='exp' with it; got feature_map={self.feature_map!r}",
+            ),
+            (
+                self.layers is not None
+                and (not self.layers or not {*self.layers} <= {*range(count)}),
+                f"layers must name some of the {count} layers, 0 to {count - 1}, or be None for "
+                f"all; got {self.layers}",
+            ),
+        )
 
 
 MEMORY_OPTIONS = tuple(field.name for field in fields(MemoryOptions))
 
 
 def context_limit(config) -> int | None:
-    """The most tokens that a model's positions reach; None where they have no end: all but learned ones."""
-    return getattr(config, "n_positions", None) if getattr(config, "position_encoding", "learned") == "learned" else None
+    """The most tokens that a model's positions reach; None where they have no end: all but learned
+    ones."""
+    return (
+        getattr(config, "n_positions", None)
+        if getattr(config, "position_encoding", "learned") == "learned"
+        else None
+    )
 
 
 def key_heads(config) -> tuple[int, int, int]:
     """Key/value heads of a layer, and how wide the keys and the values of one are."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return getattr(config, "num_key_value_heads", None) or heads, width, getattr(config, "value_dim", None) or width
+    return (
+        getattr(config, "num_key_value_heads", None) or heads,
+        width,
+        getattr(config, "value_dim", None) or width,
+    )
 
 
-def first_layers(windows: dict[int, tuple[int, int, int, int]]) -> dict[tuple[int, int, int, int], int]:
-    """Of [`MemoryOptions.windows`], by window, the first layer that has it: what it knows of a text holds for the others."""
+def first_layers(
+    windows: dict[int, tuple[int, int, int, int]],
+) -> dict[tuple[int, int, int, int], int]:
+    """Of [`MemoryOptions.windows`], by window, the first layer that has it: what it knows of a text
+    holds for the others."""
     return {window: layer for layer, window in reversed(windows.items())}
 
 
 def layer_kinds(config) -> list[str]:
-    """What each layer's own attention sees, by transformers' names: "full_attention", "sliding_attention", …"""
+    """What each layer's own attention sees, by transformers' names: "full_attention",
+    "sliding_attention", …"""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         return list(kinds)
-    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    sliding = getattr(config, "sliding_window", None) and getattr(
+        config, "use_sliding_window", True
+    )
     return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers

@@ -1,20 +1,25 @@
-"""Speed and memory of this package beside what else one could use, on this machine, by one command.
+r"""Speed and memory of this package beside what else one could use, on this machine, by one command.
 
     python recipes/benchmark.py --device cuda --out runs/gpu.json
-    python recipes/benchmark.py --parts attention --shapes 4096x256 16384x64 --dtypes bfloat16 --out runs/attention.json
-    python recipes/benchmark.py --parts decoding --model smollm2-360m --batches 1 16 --device cuda --out runs/decoding.json
+    python recipes/benchmark.py --parts attention --shapes 4096x256 16384x64 --dtypes bfloat16 \
+        --out runs/attention.json
+    python recipes/benchmark.py --parts decoding --model smollm2-360m --batches 1 16 \
+        --device cuda --out runs/decoding.json
 
 Parts:
-    attention  one layer, forward and backward, beside full causal attention and a loop over segments, on a GPU also in a
-               CUDA graph; recipes/benchmarks/contestants.py says what each is
+    attention  one layer, forward and backward, beside full causal attention and a loop over
+               segments, on a GPU also in a CUDA graph;
+               recipes/benchmarks/contestants.py says what each is
     model      training steps, beside the same model with its own attention
-    decoding   cache bytes and seconds of a new token of each row after long contexts, likewise; on a GPU compiled and not
+    decoding   cache bytes and seconds of a new token of each row after long contexts, likewise; on
+               a GPU compiled and not
 
-Contestants take turns in one process, in a new random order every round (models in training one after the other, for the
-sake of memory); figures are medians of the rounds with the extremes, and ratios are taken within the rounds. Peaks are of
-torch.cuda.max_memory_allocated, on a GPU only. What needs too much memory is skipped, and the table says so. Models have
-random weights, unless --model is a checkpoint. For figures of record let nothing else run. The first command takes less than
-ten minutes on an H100.
+Contestants take turns in one process, in a new random order every round (models in training one
+after the other, for the sake of memory); figures are medians of the rounds with the extremes, and
+ratios are taken within the rounds. Peaks are of torch.cuda.max_memory_allocated, on a GPU only.
+What needs too much memory is skipped, and the table says so. Models have random weights, unless
+--model is a checkpoint. For figures of record let nothing else run. The first command takes less
+than ten minutes on an H100.
 
 Prints tables and writes OUT, after every measurement.
 """
@@ -32,21 +37,41 @@ PARTS = ["attention", "model", "decoding"]
 class Options:
     out: str = field(metadata={"help": "JSON file to write.", "group": "output"})
     parts: list[str] = option(PARTS, "What to measure.", choices=PARTS, group="measurement")
-    model: str = option("gpt2", "gpt2, smollm2-135m, smollm2-360m, smollm2-1.7b (their sizes), tiny (to see that all runs), "
-                        "or folder or name on the Hub of a plain language model.")  # fmt: skip
-    dtypes: list[str] = option(["bfloat16"], "Of the layer; of training (bfloat16: autocast); of weights when decoding.",
-                               choices=["float32", "bfloat16"])  # fmt: skip
-    shapes: list[str] | None = option(None, "attention: TOKENSxSEGMENT, tokens and tokens in a segment.")
-    contestants: list[str] | None = option(None, "attention: names of contestants; default: all that are usual here.")
-    contexts: list[int] | None = option(None, "model: tokens in a row; decoding: tokens before the new one.", at_least=1)
+    model: str = option(
+        "gpt2",
+        "gpt2, smollm2-135m, smollm2-360m, smollm2-1.7b (their sizes), "
+        "tiny (to see that all runs), or folder or name on the Hub of a "
+        "plain language model.",
+    )
+    dtypes: list[str] = option(
+        ["bfloat16"],
+        "Of the layer; of training (bfloat16: autocast); of weights when decoding.",
+        choices=["float32", "bfloat16"],
+    )
+    shapes: list[str] | None = option(
+        None, "attention: TOKENSxSEGMENT, tokens and tokens in a segment."
+    )
+    contestants: list[str] | None = option(
+        None, "attention: names of contestants; default: all that are usual here."
+    )
+    contexts: list[int] | None = option(
+        None, "model: tokens in a row; decoding: tokens before the new one.", at_least=1
+    )
     batches: list[int] = option([1], "decoding: rows.", at_least=1)
     rounds: int = option(3, "Rounds, each timing every contestant once.", at_least=1)
-    device: str = option("cpu", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.", group="machine")
-    threads: int | None = option(None, "CPU threads; default: torch's own choice.", at_least=1, at_most=1024)
+    device: str = option(
+        "cpu", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.", group="machine"
+    )
+    threads: int | None = option(
+        None, "CPU threads; default: torch's own choice.", at_least=1, at_most=1024
+    )
     seed: int = option(0, "Of weights, inputs and the order of contestants.", **SEED)
 
 
-@exit_on_error(when_stopped="the parts that are finished are in --out; the same command measures all of them again")
+@exit_on_error(
+    when_stopped="the parts that are finished are in --out; the same command measures "
+    "all of them again"
+)
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     options.shapes = shapes_of(options.shapes)
@@ -60,7 +85,10 @@ def main(argv: list[str] | None = None) -> None:
     from support.stages import check_place, write_json
 
     if unknown := set(options.contestants or ()) - set(contestants.CONTESTANTS):
-        raise UserError(f"--contestants: there is no {min(unknown)}; allowed are {', '.join(contestants.CONTESTANTS)}")
+        raise UserError(
+            f"--contestants: there is no {min(unknown)}; allowed are "
+            f"{', '.join(contestants.CONTESTANTS)}"
+        )
     options.device = inference.usable_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -70,7 +98,12 @@ def main(argv: list[str] | None = None) -> None:
         check_name("--model", options.model)
     out = Path(options.out)
     check_place(out, {"parts": dict, "threads": int})
-    content = {**measurement.environment(), "options": vars(options), "threads": torch.get_num_threads(), "parts": {}}
+    content = {
+        **measurement.environment(),
+        "options": vars(options),
+        "threads": torch.get_num_threads(),
+        "parts": {},
+    }
     for part in options.parts:
         rows = content["parts"][part] = []
         for measured in tqdm(parts.PARTS[part](options), desc=part, unit="measurement"):
@@ -86,7 +119,9 @@ def shapes_of(shapes: list[str] | None) -> list[tuple[int, int]]:
     pairs = []
     for shape in shapes or ():
         tokens, cross, segment = shape.partition("x")
-        if not (tokens.isdecimal() and cross and segment.isdecimal() and int(tokens) and int(segment)):
+        if not (
+            tokens.isdecimal() and cross and segment.isdecimal() and int(tokens) and int(segment)
+        ):
             raise UserError(f"--shapes {shape}: give TOKENSxSEGMENT, such as 4096x256")
         pairs.append((int(tokens), int(segment)))
     return pairs

@@ -1,34 +1,42 @@
-r"""What a bounded cache costs a pretrained model: all tokens, a window with sinks, and kept tokens, at equal sizes.
+r"""What a bounded cache costs a pretrained model: all tokens, a window with sinks, and kept tokens,
+at equal sizes.
 
-    python recipes/compare_caches.py --model smollm2 --adapter model_cards/smollm2 --data data/en --out runs/nats_en
-    python recipes/compare_caches.py --model smollm2 --adapter model_cards/smollm2 --data data/en --task passkey \
+    python recipes/compare_caches.py --model smollm2 --adapter model_cards/smollm2 \
+        --data data/en --out runs/nats_en
+    python recipes/compare_caches.py --model smollm2 --adapter model_cards/smollm2 \
+        --data data/en --task passkey \
         --language en --caches 512 1024 --lengths 2048 4096 8192 --out runs/passkeys_en
-    python recipes/compare_caches.py --model runs/infini --attribute --data data/quickstart --out runs/infini/parts
+    python recipes/compare_caches.py --model runs/infini --attribute --data data/quickstart \
+        --out runs/infini/parts
 
-The contestants (--ways) have the same weights, the same sinks and, but for plain, the same number of tokens in the cache of
-each key/value head (--caches), on average: sinks, kept tokens and window together.
+The contestants (--ways) have the same weights, the same sinks and, but for plain, the same number
+of tokens in the cache of each key/value head (--caches), on average: sinks, kept tokens and window
+together.
 
 plain       the model as it is: its cache grows with the text;
 window      sinks, and a window of all other tokens;
 random      sinks, a window (--window, --segments), and tokens kept by chance;
 attention, learned, half
-            the same, kept by that `keep_score`; the last two take the scores of --adapter, made by hf-infini fit.
+             the same, kept by that `keep_score`; the last two take the scores of --adapter,
+             made by hf-infini fit.
 
-With --adapter the layers have the shares of the kept tokens that it says, whichever way they are kept.
+With --adapter the layers have the shares of the kept tokens that it says, whichever way they are
+kept.
 
-StreamingLLM, SnapKV, KeyDiff, ExpectedAttention
-            presses of kvpress (passkey only): they read the whole prompt with a growing cache, then leave so many tokens;
-            with " blind" after the name they compress before they have seen the question, as all others here do.
+StreamingLLM, SnapKV, KeyDiff, ExpectedAttention presses of kvpress (passkey only): they read the
+            whole prompt with a growing cache, then leave so many tokens; with " blind" after the
+            name they compress before they have seen the question, as all others here do.
 
-Of these none reads a memory: all gates are closed. --attribute asks a model that has a memory, of any family, what it owes
-to which part (a converted model may live on its window only, however good its loss): it is compared as it is, with the
-memory off, without kept tokens (they go into the memory), with the window only, and with a longer window that takes as many
-bytes as window, kept tokens and memory together, in 16 bits as models are served, the memory in 32.
+Of these none reads a memory: all gates are closed. --attribute asks a model that has a memory, of
+any family, what it owes to which part (a converted model may live on its window only, however good
+its loss): it is compared as it is, with the memory off, without kept tokens (they go into the
+memory), with the window only, and with a longer window that takes as many bytes as window, kept
+tokens and memory together, in 16 bits as models are served, the memory in 32.
 
-perplexity: nats a token from position --count_from on in rows of --length tokens,
-and which share of the gap between the smallest window and plain is closed. passkey and facts: as in evaluate_model.py.
-Stopped and started again with the same command, it goes on after the last finished contestant. Writes OUT.json, OUT.png, and
-the table on standard output.
+perplexity: nats a token from position --count_from on in rows of --length tokens, and which share
+of the gap between the smallest window and plain is closed. passkey and facts: as in
+evaluate_model.py. Stopped and started again with the same command, it goes on after the last
+finished contestant. Writes OUT.json, OUT.png, and the table on standard output.
 """
 
 import functools
@@ -42,44 +50,101 @@ from cli import SEED, UserError, exit_on_error, option, parse_options
 from cli.names import check_name
 
 OWN = ("plain", "window", "random", "attention", "learned", "half")
-PRESSES = [f"{press}{end}" for press in ("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention") for end in ("", " blind")]
+PRESSES = [
+    f"{press}{end}"
+    for press in ("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention")
+    for end in ("", " blind")
+]
 
 
 @dataclass
 class Options:
-    model: str = field(metadata={"help": "Folder or name on the Hub, of a plain model unless with --attribute.",
-                                 "group": "model"})  # fmt: skip
+    model: str = field(
+        metadata={
+            "help": "Folder or name on the Hub, of a plain model unless with --attribute.",
+            "group": "model",
+        }
+    )
     out: str = field(metadata={"help": "Files to write, without suffix.", "group": "output"})
-    adapter: str | None = option(None, "Adapter with the scores of the ways learned and half, or, with --attribute, the "
-                                 "memory of a plain model: folder or Hub name.", group="model")  # fmt: skip
-    task: Literal["perplexity", "passkey", "facts"] = option("perplexity", "What to measure.", group="measurement")
-    ways: list[str] = option(["plain", "window", "attention"], "What is compared.", choices=[*OWN, *PRESSES])
-    attribute: bool = option(False, "Compare the parts of --model, which has a memory or gets one with --adapter.")
-    caches: list[int] = option([512], "Tokens in the cache of each key/value head, several one after the other.",
-                               at_least=16)  # fmt: skip
-    window: int = option(256, "Tokens of the window beside kept tokens; at most half of the cache is window.", at_least=1)
-    segments: int = option(2, "Segments of that window. With more of them a query sees more of it, and reading is slower.",
-                           at_least=1)  # fmt: skip
-    data: str | None = option(None, "Folder made by recipes/prepare.py, whose held-out documents are read. Or --text.",
-                              group="data")  # fmt: skip
-    text: str | None = option(None, "Text file (one document), or JSON, CSV, parquet (one per row, field text). Or --data.")
-    split: Literal["validation", "test"] = option("validation", "--data: the held-out documents to read.")
+    adapter: str | None = option(
+        None,
+        "Adapter with the scores of the ways learned and half, or, "
+        "with --attribute, the memory of a plain model: folder or "
+        "Hub name.",
+        group="model",
+    )
+    task: Literal["perplexity", "passkey", "facts"] = option(
+        "perplexity", "What to measure.", group="measurement"
+    )
+    ways: list[str] = option(
+        ["plain", "window", "attention"], "What is compared.", choices=[*OWN, *PRESSES]
+    )
+    attribute: bool = option(
+        False, "Compare the parts of --model, which has a memory or gets one with --adapter."
+    )
+    caches: list[int] = option(
+        [512],
+        "Tokens in the cache of each key/value head, several one after the other.",
+        at_least=16,
+    )
+    window: int = option(
+        256,
+        "Tokens of the window beside kept tokens; at most half of the cache is window.",
+        at_least=1,
+    )
+    segments: int = option(
+        2,
+        "Segments of that window. With more of them a query sees more of "
+        "it, and reading is slower.",
+        at_least=1,
+    )
+    data: str | None = option(
+        None,
+        "Folder made by recipes/prepare.py, whose held-out documents are read. Or --text.",
+        group="data",
+    )
+    text: str | None = option(
+        None,
+        "Text file (one document), or JSON, CSV, parquet (one per row, field text). Or --data.",
+    )
+    split: Literal["validation", "test"] = option(
+        "validation", "--data: the held-out documents to read."
+    )
     min_characters: int = option(0, "Leave out documents shorter than this.", at_least=0)
     length: int = option(8192, "perplexity: tokens per row.", at_least=2)
     rows: int = option(16, "perplexity: rows.", at_least=1)
     count_from: int = option(1024, "perplexity: first position that counts.", at_least=1)
-    lengths: list[int] = option([2048, 4096, 8192], "passkey: lengths of the examples in tokens.", at_least=2)
-    depths: list[float] = option([5], "passkey: shares of the text before the number, 0 to 1; one number from 2 on: so "
-                                 "many, evenly spaced.", at_least=0, at_most=1000)  # fmt: skip
-    language: Literal["pt", "en"] = option("pt", "passkey: language of the sentences about the number.")
-    distances: list[int] = option([0, 1, 2, 4, 8, 16, 32], "facts: segments from a fact to its question.", at_least=0)
-    segment_length: int = option(256, "facts: tokens per segment, in which distances are counted.", at_least=1)
-    samples: int = option(8, "passkey, facts: examples per cell: a length and a depth, or a distance.", at_least=1)
+    lengths: list[int] = option(
+        [2048, 4096, 8192], "passkey: lengths of the examples in tokens.", at_least=2
+    )
+    depths: list[float] = option(
+        [5],
+        "passkey: shares of the text before the number, 0 to 1; one "
+        "number from 2 on: so many, evenly spaced.",
+        at_least=0,
+        at_most=1000,
+    )
+    language: Literal["pt", "en"] = option(
+        "pt", "passkey: language of the sentences about the number."
+    )
+    distances: list[int] = option(
+        [0, 1, 2, 4, 8, 16, 32], "facts: segments from a fact to its question.", at_least=0
+    )
+    segment_length: int = option(
+        256, "facts: tokens per segment, in which distances are counted.", at_least=1
+    )
+    samples: int = option(
+        8, "passkey, facts: examples per cell: a length and a depth, or a distance.", at_least=1
+    )
     seed: int = option(0, "passkey, facts: seed of the examples.", **SEED)
     chunk: int = option(2048, "Tokens per call of the model.", at_least=1, group="machine")
     batch_size: int = option(4, "Rows per call of the model.", at_least=1)
-    precision: Literal["float32", "bf16"] = option("float32", "Of weights and calculations; bf16, in which models are "
-                                                   "served, is faster where it is native.")  # fmt: skip
+    precision: Literal["float32", "bf16"] = option(
+        "float32",
+        "Of weights and calculations; bf16, "
+        "in which models are served, is "
+        "faster where it is native.",
+    )
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
 
     @property
@@ -103,20 +168,38 @@ def main(argv: list[str] | None = None) -> None:
     from support import measurement
     from support.stages import check_place, new_file, state_of_files, write_json
 
-    check_place(Path(f"{options.out}.json"), {"options": dict, "contestants": list}, [Path(f"{options.out}.png")])
+    check_place(
+        Path(f"{options.out}.json"),
+        {"options": dict, "contestants": list},
+        [Path(f"{options.out}.png")],
+    )
     model, tokenizer = inference.load_model(
-        options.model, options.device, options.adapter if options.attribute else None, options.precision
+        options.model,
+        options.device,
+        options.adapter if options.attribute else None,
+        options.precision,
     )
     contestants = caches.parts_of(model.config) if options.attribute else contestants_of(options)
     texts = read_texts(options) if options.source else None
-    read = [path for path in (options.model, options.adapter, options.text) if path is not None and Path(path).exists()]
-    identity = {**vars(options), "out": None, "dtype": str(model.dtype), "files": [state_of_files(path) for path in read]}
+    read = [
+        path
+        for path in (options.model, options.adapter, options.text)
+        if path is not None and Path(path).exists()
+    ]
+    identity = {
+        **vars(options),
+        "out": None,
+        "dtype": str(model.dtype),
+        "files": [state_of_files(path) for path in read],
+    }
     measure = caches.MEASURES[options.task]
     runner = Runner(model, tokenizer, options, Path(f"{options.out}.cells.json"), identity)
 
     def run(cell: dict) -> dict:
         score = presses.scorer(**cell) if cell["way"] in PRESSES else None
-        inner = Runner(model, tokenizer, options, Path(f"{options.out}.part.json"), identity | cell, score)
+        inner = Runner(
+            model, tokenizer, options, Path(f"{options.out}.part.json"), identity | cell, score
+        )
         if model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
@@ -125,15 +208,27 @@ def main(argv: list[str] | None = None) -> None:
         with part(model, **cell):
             found = measure(inner, texts)
         inner.file.unlink(missing_ok=True)
-        return {**found, "seconds": round(time.perf_counter() - started, 1), **measurement.peak_memory()}
+        return {
+            **found,
+            "seconds": round(time.perf_counter() - started, 1),
+            **measurement.peak_memory(),
+        }
 
     measured = run_cells(runner, contestants, run)
     found = [each for each in measured if "not_possible" not in each]
     for each in (each for each in measured if "not_possible" in each):
         print(f"{caches.name_of(each)}: {each['not_possible']}", file=sys.stderr)
-    result = {"contestants": measured, "options": vars(options), **measurement.peak_memory(), **measurement.environment()}
+    result = {
+        "contestants": measured,
+        "options": vars(options),
+        **measurement.peak_memory(),
+        **measurement.environment(),
+    }
     print(caches.nats_table(found) if options.task == "perplexity" else caches.shares_table(found))
-    subtitle = f"{Path(options.model).name}; {Path(options.source).name if options.source else 'invented text'}"
+    subtitle = (
+        f"{Path(options.model).name}; "
+        f"{Path(options.source).name if options.source else 'invented text'}"
+    )
     with new_file(Path(f"{options.out}.png")) as picture:  # both files are new, or none is
         plot = plot_parts if options.attribute else plot_nats
         (plot if options.task == "perplexity" else plot_shares)(found, picture, subtitle)
@@ -146,7 +241,9 @@ def check_options(options: Options) -> None:
     """UserError for options that do not go together."""
     for name in ("ways", "caches", "window", "segments") if options.attribute else ():
         if getattr(options, name) != getattr(Options(model="", out=""), name):
-            raise UserError(f"--attribute compares the parts of the model as it is: leave out --{name}")
+            raise UserError(
+                f"--attribute compares the parts of the model as it is: leave out --{name}"
+            )
     learned = [way for way in options.ways if way in ("learned", "half")]
     if learned and options.adapter is None:
         raise UserError(f"--ways {' '.join(learned)}: give the --adapter that has their scores")
@@ -156,7 +253,9 @@ def check_options(options: Options) -> None:
             raise UserError(f"--{name} {' '.join(map(str, values))}: name each once")
     if options.task == "perplexity":
         if options.count_from >= options.length:
-            raise UserError(f"--count_from {options.count_from} must be below --length {options.length}")
+            raise UserError(
+                f"--count_from {options.count_from} must be below --length {options.length}"
+            )
         if options.source is None:
             raise UserError("--task perplexity reads texts: give one of --data and --text")
     if options.data is not None and options.text is not None:
@@ -168,7 +267,12 @@ def check_options(options: Options) -> None:
 def contestants_of(options: Options) -> list[dict]:
     """`way` and `cache` (tokens a head, `None` for plain) of each."""
     found = [{"way": "plain", "cache": None}] if "plain" in options.ways else []
-    return found + [{"way": way, "cache": size} for size in options.caches for way in options.ways if way != "plain"]
+    return found + [
+        {"way": way, "cache": size}
+        for size in options.caches
+        for way in options.ways
+        if way != "plain"
+    ]
 
 
 if __name__ == "__main__":

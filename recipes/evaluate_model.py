@@ -1,28 +1,35 @@
-"""What a model predicts and recalls: perplexity, a number hidden in a text, facts of invented people, at any length.
+r"""What a model predicts and recalls: perplexity, a number hidden in a text, facts of invented
+people, at any length.
 
     python recipes/evaluate_model.py --model runs/infini --data data/quickstart
     python recipes/evaluate_model.py --model runs/infini --data data/quickstart --length 32768
     python recipes/evaluate_model.py --model runs/mha --data data/shakespeare --split test
-    python recipes/evaluate_model.py --model runs/infini --text plays.txt --length 8192 --out runs/infini/plays
-    python recipes/evaluate_model.py --model model_cards/recall --task passkey --lengths 1024 131072 --out runs/passkey
-    python recipes/evaluate_model.py --model runs/recall --task passkey --data data/carolina --lengths 1024 8192
-    python recipes/evaluate_model.py --model runs/recall --task facts --distances 0 1 4 16 64 --memory off
+    python recipes/evaluate_model.py --model runs/infini --text plays.txt --length 8192 \
+        --out runs/infini/plays
+    python recipes/evaluate_model.py --model model_cards/recall --task passkey \
+        --lengths 1024 131072 --out runs/passkey
+    python recipes/evaluate_model.py --model runs/recall --task passkey --data data/carolina \
+        --lengths 1024 8192
+    python recipes/evaluate_model.py --model runs/recall --task facts --distances 0 1 4 16 64 \
+        --memory off
     python recipes/evaluate_model.py --model runs/recall --task facts --data data/carolina
 
-perplexity: overall and by position in the context. Without --length, --data is evaluated on its validation rows as they
-are, which is the number in train.py's result.json. --split test reads the test rows instead, for the one model that the
-validation rows chose. With --length, texts are read in rows of that length.
+perplexity: overall and by position in the context. Without --length, --data is evaluated on its
+validation rows as they are, which is the number in train.py's result.json. --split test reads the
+test rows instead, for the one model that the validation rows chose. With --length, texts are read
+in rows of that length.
 
-passkey: five digits are hidden in a text (the documents of --data or --text; without them, generated biographies) and asked
-for at its end, for every length and depth. facts: a generated biography states a fact and asks for it --distances segments
-later; between them are invented paragraphs, full of other people and years, or with --data or --text lines of these
-documents. Both count the answers that greedy decoding gives exactly, with 95 % intervals. A started task that was killed
-goes on where it was.
+passkey: five digits are hidden in a text (the documents of --data or --text; without them,
+generated biographies) and asked for at its end, for every length and depth. facts: a generated
+biography states a fact and asks for it --distances segments later; between them are invented
+paragraphs, full of other people and years, or with --data or --text lines of these documents. Both
+count the answers that greedy decoding gives exactly, with 95 % intervals. A started task that was
+killed goes on where it was.
 
-Everything is read in chunks through the model's cache: a model with Infini-attention whose `position_encoding` is rope or
-segment takes any length in constant memory; one with learned positions stops at its `n_positions`. --memory off leaves it
-only its local attention.
-Writes OUT.json, and the same as a table on standard output.
+Everything is read in chunks through the model's cache: a model with Infini-attention whose
+`position_encoding` is rope or segment takes any length in constant memory; one with learned
+positions stops at its `n_positions`. --memory off leaves it only its local attention. Writes
+OUT.json, and the same as a table on standard output.
 """
 
 import sys
@@ -38,37 +45,79 @@ from cli.names import home_of
 class Options:
     model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
     adapter: str | None = option(None, ADAPTER)
-    task: Literal["perplexity", "passkey", "facts"] = option("perplexity", "What to measure.", group="measurement")
-    memory: Literal["on", "off"] = option("on", "off: the same model with its memory switched off.", group="model")
-    data: str | None = option(None, "Folder made by recipes/prepare.py. Or --text.", group="data")
-    split: Literal["validation", "test"] = option("validation", "--data: the held-out rows or documents to read.")
-    text: str | None = option(None, "Text file (one document), or JSON, CSV, parquet (one per row, field text). Or --data.")
-    length: int | None = option(None, "Tokens per row; default: the rows of --data, or the model's context.", at_least=2)
-    lengths: list[int] = option(
-        [1024, 2048, 4096, 8192], "passkey: lengths of the examples in tokens.", at_least=2, group="passkeys and facts"
+    task: Literal["perplexity", "passkey", "facts"] = option(
+        "perplexity", "What to measure.", group="measurement"
     )
-    depths: list[float] = option([5], "passkey: shares of the text before the number, 0 to 1; one number from 2 on: so "
-                                 "many, evenly spaced.", at_least=0, at_most=1000)  # fmt: skip
-    language: Literal["pt", "en"] = option("pt", "passkey: language of the sentences about the number.")
-    distances: list[int] = option([0, 1, 2, 4, 8, 16, 32, 64], "facts: segments from a fact to its question.", at_least=0)
-    segment_length: int | None = option(None, "facts: tokens per segment; default: the model's own.", rare=True, at_least=1)
+    memory: Literal["on", "off"] = option(
+        "on", "off: the same model with its memory switched off.", group="model"
+    )
+    data: str | None = option(None, "Folder made by recipes/prepare.py. Or --text.", group="data")
+    split: Literal["validation", "test"] = option(
+        "validation", "--data: the held-out rows or documents to read."
+    )
+    text: str | None = option(
+        None,
+        "Text file (one document), or JSON, CSV, parquet (one per row, field text). Or --data.",
+    )
+    length: int | None = option(
+        None, "Tokens per row; default: the rows of --data, or the model's context.", at_least=2
+    )
+    lengths: list[int] = option(
+        [1024, 2048, 4096, 8192],
+        "passkey: lengths of the examples in tokens.",
+        at_least=2,
+        group="passkeys and facts",
+    )
+    depths: list[float] = option(
+        [5],
+        "passkey: shares of the text before the number, 0 to 1; one "
+        "number from 2 on: so many, evenly spaced.",
+        at_least=0,
+        at_most=1000,
+    )
+    language: Literal["pt", "en"] = option(
+        "pt", "passkey: language of the sentences about the number."
+    )
+    distances: list[int] = option(
+        [0, 1, 2, 4, 8, 16, 32, 64], "facts: segments from a fact to its question.", at_least=0
+    )
+    segment_length: int | None = option(
+        None, "facts: tokens per segment; default: the model's own.", rare=True, at_least=1
+    )
     samples: int = option(48, "passkey, facts: examples per cell.", at_least=1)
     seed: int = option(0, "passkey, facts: seed of the examples.", **SEED, rare=True)
     separate_documents: bool = option(
-        False, "Keep the documents of a row apart, as train.py's option of this name does.", group="data"
+        False,
+        "Keep the documents of a row apart, as train.py's option of this name does.",
+        group="data",
     )
     min_characters: int = option(0, "Leave out documents shorter than this.", at_least=0)
-    max_tokens: int | None = option(None, "Stop after the row that reaches this number of tokens.", at_least=1)
-    chunk: int = option(1024, "Tokens per call of the model in rows longer than this: memory grows with it.", at_least=1,
-                        group="machine", rare=True)  # fmt: skip
+    max_tokens: int | None = option(
+        None, "Stop after the row that reaches this number of tokens.", at_least=1
+    )
+    chunk: int = option(
+        1024,
+        "Tokens per call of the model in rows longer than this: memory grows with it.",
+        at_least=1,
+        group="machine",
+        rare=True,
+    )
     batch_size: int = option(4, "Rows per call of the model.", at_least=1)
-    precision: Literal["float32", "bf16"] = option("float32", "Of weights and calculations; bf16, in which models are "
-                                                   "served, is faster where it is native.")  # fmt: skip
+    precision: Literal["float32", "bf16"] = option(
+        "float32",
+        "Of weights and calculations; bf16, "
+        "in which models are served, is "
+        "faster where it is native.",
+    )
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
-    out: str | None = option(None, "File to write, without .json; default: evaluation in the folder of the adapter or "
-                           "model (other tasks, and with the memory off: the task's name), with _text (facts among lines of "
-                           "text), _test and _memory_off appended.",
-                           group="output")  # fmt: skip
+    out: str | None = option(
+        None,
+        "File to write, without .json; default: evaluation in the "
+        "folder of the adapter or model (other tasks, and with the "
+        "memory off: the task's name), with _text (facts among lines "
+        "of text), _test and _memory_off appended.",
+        group="output",
+    )
 
     @property
     def source(self) -> str | None:
@@ -84,7 +133,9 @@ TASKS = {
 }
 
 
-@exit_on_error(when_stopped="finished cells of a recall task are kept; the same command goes on from them")
+@exit_on_error(
+    when_stopped="finished cells of a recall task are kept; the same command goes on from them"
+)
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     manifest = check_options(options)
@@ -94,17 +145,27 @@ def main(argv: list[str] | None = None) -> None:
     from support.stages import check_place, write_json
     from training import setup
 
-    model, tokenizer = inference.load_model(options.model, options.device, options.adapter, options.precision)
+    model, tokenizer = inference.load_model(
+        options.model, options.device, options.adapter, options.precision
+    )
     if options.memory == "off":
         inference.switch_memory_off(model)
     home = home_of(options)
     # A name for each kind of result, so that none overwrites another
     plain = options.task == "perplexity" and options.memory == "on"
-    parts = ["evaluation" if plain else options.task, "text" if options.task == "facts" and options.source else None]
-    parts += [options.split if options.split == "test" else None, "memory_off" if options.memory == "off" else None]
+    parts = [
+        "evaluation" if plain else options.task,
+        "text" if options.task == "facts" and options.source else None,
+    ]
+    parts += [
+        options.split if options.split == "test" else None,
+        "memory_off" if options.memory == "off" else None,
+    ]
     name = options.out or str(home / "_".join(filter(None, parts)))
     check_place(Path(f"{name}.json"), {"options": dict, "model": str, "memory": str})
-    found = {"perplexity": perplexity, "passkey": passkey, "facts": facts}[options.task](options, model, tokenizer, name)
+    found = {"perplexity": perplexity, "passkey": passkey, "facts": facts}[options.task](
+        options, model, tokenizer, name
+    )
     result = {
         **found,
         "model": options.model,
@@ -132,8 +193,9 @@ def perplexity(options: Options, model, tokenizer, name: str) -> dict:
     if options.data is not None and options.length is None:
         if read_tokenizer(Path(options.data)).get_vocab() != tokenizer.get_vocab():
             raise UserError(
-                f"--data {options.data} was made with another tokenizer than that of --model {options.model}: prepare it "
-                "with --tokenizer and the model's folder, or give --length to read its documents"
+                f"--data {options.data} was made with another tokenizer than that of --model "
+                f"{options.model}: prepare it with --tokenizer and the model's folder, or give "
+                "--length to read its documents"
             )
         rows = prepared_rows(Path(options.data), options.split, options.max_tokens)
     else:
@@ -145,7 +207,9 @@ def perplexity(options: Options, model, tokenizer, name: str) -> dict:
     complete = sum(len(tokens) == length for tokens, _ in rows)
     print(f"{len(rows):,} rows, {complete:,} of them of {length:,} tokens", file=sys.stderr)
     # Special tokens do not count, as in train.py's own evaluations
-    reader = RowReader(tokenizer.all_special_ids, tokenizer.eos_token_id if options.separate_documents else None)
+    reader = RowReader(
+        tokenizer.all_special_ids, tokenizer.eos_token_id if options.separate_documents else None
+    )
     found = measure_perplexity(model, rows, reader, options.chunk, options.batch_size)
     print(positions_table(found))
     return {**found, "rows": len(rows), "complete_rows": complete, "length": length}
@@ -156,7 +220,9 @@ def passkey(options: Options, model, tokenizer, name: str) -> dict:
     from recall.tasks import depths_of, passkey_table, run_passkey
 
     texts = read_texts(options) if options.source else generated_texts()
-    found = run_passkey(runner(options, model, tokenizer, name), texts, options.lengths, depths_of(options.depths))
+    found = run_passkey(
+        runner(options, model, tokenizer, name), texts, options.lengths, depths_of(options.depths)
+    )
     print(passkey_table(found["cells"]))
     return found
 
@@ -167,53 +233,85 @@ def facts(options: Options, model, tokenizer, name: str) -> dict:
 
     segment_length = options.segment_length or getattr(model.config, "segment_length", None)
     if segment_length is None:
-        raise UserError("--segment_length is needed: this model has no segments of its own to count distances in")
+        raise UserError(
+            "--segment_length is needed: this model has no segments of its own to "
+            "count distances in"
+        )
     texts = read_texts(options) if options.source else None
-    found = run_facts(runner(options, model, tokenizer, name), options.distances, segment_length, texts)
+    found = run_facts(
+        runner(options, model, tokenizer, name), options.distances, segment_length, texts
+    )
     print(facts_table(found["cells"]))
     return found
 
 
 def runner(options: Options, model, tokenizer, name: str):
-    """What all cells of a recall task share. Cells in NAME.cells.json are reused if model, text and options are the same."""
+    """What all cells of a recall task share. Cells in NAME.cells.json are reused if model, text and
+    options are the same."""
     from evaluation.texts import source_file
     from recall.tasks import Runner
     from support.stages import state_of_files
 
-    folders, patterns = filter(None, [options.model, options.adapter]), ("config.json", "*.safetensors")
-    files = [file for folder in folders for pattern in patterns for file in sorted(Path(folder).glob(pattern))]
+    folders, patterns = (
+        filter(None, [options.model, options.adapter]),
+        ("config.json", "*.safetensors"),
+    )
+    files = [
+        file
+        for folder in folders
+        for pattern in patterns
+        for file in sorted(Path(folder).glob(pattern))
+    ]
     files += [source_file(options)] if options.source else []
-    identity = {key: value for key, value in vars(options).items() if key != "out"} | {"dtype": str(model.dtype)}
+    identity = {key: value for key, value in vars(options).items() if key != "out"} | {
+        "dtype": str(model.dtype)
+    }
     identity["files"] = [state_of_files(str(file)) for file in files]
     return Runner(model, tokenizer, options, Path(f"{name}.cells.json"), identity)
 
 
 def check_options(options: Options) -> dict | None:
-    """The manifest of --data, where it is given; UserError for options that cannot work or that the task does not use."""
+    """The manifest of --data, where it is given; UserError for options that cannot work or that the
+    task does not use."""
     from support.stages import read_manifest
 
     defaults = Options(model="")
     for names, tasks in TASKS.items():
         for name in names if options.task not in tasks else ():
             if getattr(options, name) != getattr(defaults, name):
-                raise UserError(f"--{name} does nothing with --task {options.task}: it belongs to {' and '.join(tasks)}")
+                raise UserError(
+                    f"--{name} does nothing with --task {options.task}: it belongs to "
+                    f"{' and '.join(tasks)}"
+                )
     for name in ("lengths", "distances"):
         values = getattr(options, name)
         if len(set(values)) < len(values):
             raise UserError(f"--{name} {' '.join(map(str, values))}: give different numbers")
     one, depths = len(options.depths) == 1, options.depths
     if not all(0 <= depth <= 1 or (one and depth >= 2 and depth % 1 == 0) for depth in depths):
-        raise UserError(f"--depths {' '.join(map(str, depths))}: give shares from 0 to 1, or one number of depths from 2 on")
+        raise UserError(
+            f"--depths {' '.join(map(str, depths))}: give shares from 0 to 1, or one "
+            "number of depths from 2 on"
+        )
     if options.source is None and options.task != "perplexity":
         for name in ("split", "min_characters"):
             if getattr(options, name) != getattr(defaults, name):
-                raise UserError(f"--{name} chooses among the texts of --data or --text: give one of them, or leave it out")
+                raise UserError(
+                    f"--{name} chooses among the texts of --data or --text: give one "
+                    "of them, or leave it out"
+                )
         return None
     if (options.data is None) == (options.text is None):
-        raise UserError(f"give {'exactly' if options.task == 'perplexity' else 'at most'} one of --data and --text")
+        raise UserError(
+            f"give {'exactly' if options.task == 'perplexity' else 'at most'} one of "
+            "--data and --text"
+        )
     if options.text is not None:
         if options.split != "validation":
-            raise UserError(f"--split {options.split} chooses among the rows of --data, and --text has none: leave it out")
+            raise UserError(
+                f"--split {options.split} chooses among the rows of --data, and "
+                "--text has none: leave it out"
+            )
         if not Path(options.text).is_file():
             raise UserError(f"--text: there is no file {options.text}")
         return None

@@ -1,14 +1,16 @@
-"""Continues prompts of any length with a trained model: greedy or sampled.
+r"""Continues prompts of any length with a trained model: greedy or sampled.
 
-    python recipes/generate.py --model runs/infini --prompt "A cidade de São Paulo" --do_sample true --top_p 0.9
+    python recipes/generate.py --model runs/infini --prompt "A cidade de São Paulo" \
+        --do_sample true --top_p 0.9
     python recipes/generate.py --model runs/infini --prompt_file livro.txt --max_new_tokens 200
     python recipes/generate.py --model runs/infini --prompt "O rio" "A serra" --json true
     cat livro.txt | python recipes/generate.py --model runs/infini
 
-Standard output receives only the text (with --json one object per continuation), standard error everything else: before
-each continuation the end of its prompt, in lines that begin with ">" (--json has it in its objects). A single continuation
-appears while it is made. A prompt longer than --chunk is read in pieces into the model's cache. A model with learned
-positions takes prompts up to its context, others take any length.
+Standard output receives only the text (with --json one object per continuation), standard error
+everything else: before each continuation the end of its prompt, in lines that begin with ">"
+(--json has it in its objects). A single continuation appears while it is made. A prompt longer than
+--chunk is read in pieces into the model's cache. A model with learned positions takes prompts up to
+its context, others take any length.
 
 What was read of a long text once is asked by the command `hf-infini` (ask, read, continue).
 """
@@ -22,7 +24,8 @@ from typing import Literal
 from cli import ADAPTER, SEED, UserError, exit_on_error, option, parse_options
 
 SHOWN = 300  # characters of a prompt
-SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # the defaults: any token, by its probability
+# the defaults: any token, by its probability
+SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
 @dataclass
@@ -30,30 +33,46 @@ class Options:
     model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
     adapter: str | None = option(None, ADAPTER)
     prompt: list[str] | None = option(
-        None, "One or more prompts; without --prompt_file too, standard input is read.", group="prompt"
+        None,
+        "One or more prompts; without --prompt_file too, standard input is read.",
+        group="prompt",
     )
     prompt_file: str | None = option(None, "UTF-8 file with the prompt.")
     max_new_tokens: int = option(
-        100, "Tokens to add at most; an end-of-text token ends a text before that.", greater_than=0, group="continuation"
+        100,
+        "Tokens to add at most; an end-of-text token ends a text before that.",
+        greater_than=0,
+        group="continuation",
     )
-    do_sample: bool = option(False, "Draw each token by its probability; default: take the likeliest.")
+    do_sample: bool = option(
+        False, "Draw each token by its probability; default: take the likeliest."
+    )
     temperature: float | None = option(
         None, "Sampling: below 1 likelier tokens, above 1 rarer ones; default: 1.", greater_than=0
     )
-    top_k: int | None = option(None, "Sampling: among this number of the likeliest tokens; default: all.", greater_than=0)
+    top_k: int | None = option(
+        None, "Sampling: among this number of the likeliest tokens; default: all.", greater_than=0
+    )
     top_p: float | None = option(
-        None, "Sampling: among the likeliest that have this probability together; default: 1.", greater_than=0, at_most=1
+        None,
+        "Sampling: among the likeliest that have this probability together; default: 1.",
+        greater_than=0,
+        at_most=1,
     )
     repetition_penalty: float = option(
         1.0, "Above 1, tokens already in prompt or continuation become less likely.", greater_than=0
     )
     seed: int = option(0, "Seed of sampling.", **SEED)
-    chunk: int = option(4096, "Tokens of the prompt per call of the model.", greater_than=0, group="machine")
+    chunk: int = option(
+        4096, "Tokens of the prompt per call of the model.", greater_than=0, group="machine"
+    )
     batch_size: int = option(8, "Prompts per call of the model.", greater_than=0)
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and cache.")
     json: bool = option(
-        False, "Print objects with prompt, text and the number of new tokens, one per line.", group="output"
+        False,
+        "Print objects with prompt, text and the number of new tokens, one per line.",
+        group="output",
     )
 
 
@@ -77,15 +96,24 @@ def main(argv: list[str] | None = None) -> None:
     model, tokenizer = inference.load_model(options.model, options.device, options.adapter)
     model = model.to(getattr(torch, options.dtype))
     tokenizer.padding_side = "left"
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # any will do, as padding is never looked at
+    # any will do, as padding is never looked at
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if tokenizer.pad_token is None:
-        raise UserError(f"--model {options.model}: its tokenizer has no end-of-text token (eos_token): give it one")
+        raise UserError(
+            f"--model {options.model}: its tokenizer has no end-of-text token "
+            "(eos_token): give it one"
+        )
     if context_limit(model.config) is None:
-        logging.set_verbosity_error()  # transformers warns of lengths beyond n_positions, which limits nothing here
+        # transformers warns of lengths beyond n_positions, which limits nothing here
+        logging.set_verbosity_error()
     set_seed(options.seed)
-    arguments = {"use_cache": True, "num_beams": 1, "num_return_sequences": 1}  # whatever the model's generation config says
+    # whatever the model's generation config says
+    arguments = {"use_cache": True, "num_beams": 1, "num_return_sequences": 1}
     arguments["prefill_chunk_size"] = options.chunk
-    arguments |= {name: getattr(options, name) for name in ("max_new_tokens", "do_sample", "repetition_penalty")}
+    arguments |= {
+        name: getattr(options, name)
+        for name in ("max_new_tokens", "do_sample", "repetition_penalty")
+    }
     if options.do_sample:
         given = {name: getattr(options, name) for name in SAMPLING}
         arguments |= SAMPLING | {name: value for name, value in given.items() if value is not None}
@@ -96,7 +124,8 @@ def main(argv: list[str] | None = None) -> None:
     encoded = [ids.tolist() for ids in encode_texts(tokenizer, prompts, split_special_tokens=False)]
     for start in range(0, len(prompts), options.batch_size):
         batch, tokens = (given[start : start + options.batch_size] for given in (prompts, encoded))
-        # A model continues at least one token: an empty prompt is the beginning of a text, after the end of another
+        # A model continues at least one token: an empty prompt is the beginning of a text, after
+        # the end of another
         tokens = [ids or [tokenizer.eos_token_id] for ids in tokens]
         inputs = tokenizer.pad({"input_ids": tokens}, return_tensors="pt").to(model.device)
         inference.check_length(model.config, inputs["input_ids"].shape[1] + options.max_new_tokens)
@@ -109,21 +138,35 @@ def main(argv: list[str] | None = None) -> None:
             text = tokenizer.decode(ids, skip_special_tokens=True)
             if options.json:
                 count = int((ids != tokenizer.pad_token_id).sum())
-                print(json.dumps({"prompt": prompt, "text": text, "new_tokens": count}, ensure_ascii=False), flush=True)
+                print(
+                    json.dumps(
+                        {"prompt": prompt, "text": text, "new_tokens": count}, ensure_ascii=False
+                    ),
+                    flush=True,
+                )
             else:
                 show_prompt(prompt)
                 print(text, flush=True)
 
 
 def read_prompts(options: Options) -> list[str]:
-    """The prompts, from the flag, the file or standard input. A file's last line break is not part of its prompt."""
+    """The prompts, from the flag, the file or standard input. A file's last line break is not part
+    of its prompt."""
     if options.prompt is not None:
         return options.prompt
     try:
-        source = sys.stdin.buffer.read() if options.prompt_file is None else Path(options.prompt_file).read_bytes()
+        source = (
+            sys.stdin.buffer.read()
+            if options.prompt_file is None
+            else Path(options.prompt_file).read_bytes()
+        )
         text = source.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        place = "standard input" if options.prompt_file is None else f"--prompt_file {options.prompt_file}"
+        place = (
+            "standard input"
+            if options.prompt_file is None
+            else (f"--prompt_file {options.prompt_file}")
+        )
         raise UserError(f"cannot read {place}: {error}") from error
     return [text.removesuffix("\n")]
 

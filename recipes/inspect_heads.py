@@ -1,16 +1,20 @@
-"""Shows what every head of a trained model does with a text: one HTML page to look around in.
+r"""Shows what every head of a trained model does with a text: one HTML page to look around in.
 
     python recipes/inspect_heads.py --model runs/infini
-    python recipes/inspect_heads.py --model runs/infini --text_file livro.txt --max_tokens 300 --out heads
-    python recipes/inspect_heads.py --model gpt2 --text "The cat sat on the mat." --layers 0 5 11 --out gpt2_heads
-    python recipes/inspect_heads.py --model folder --adapter runs/kept --text_file livro.txt --layers 12 --picture 12 4
+    python recipes/inspect_heads.py --model runs/infini --text_file livro.txt --max_tokens 300 \
+        --out heads
+    python recipes/inspect_heads.py --model gpt2 --text "The cat sat on the mat." \
+        --layers 0 5 11 --out gpt2_heads
+    python recipes/inspect_heads.py --model folder --adapter runs/kept --text_file livro.txt \
+        --layers 12 --picture 12 4
 
-Writes OUT/heads.html, which needs no other file and no network: a heat map of every head's attention weights with their
-tokens, and, with Infini-attention, where each token is as each segment is read (a sink, in the window, kept, or in the
-memory), what every older token weighs through the memory, the memory's share of each head's output, its norm after every
-segment, and the gates. --picture also draws what one head keeps. The numbers themselves, context vectors included, come
-from `hf_infini.tools.inspection.inspect_attention`. Models: every decoder that goes with Infini-attention, with it or
-without, and causal_mha.
+Writes OUT/heads.html, which needs no other file and no network: a heat map of every head's
+attention weights with their tokens, and, with Infini-attention, where each token is as each segment
+is read (a sink, in the window, kept, or in the memory), what every older token weighs through the
+memory, the memory's share of each head's output, its norm after every segment, and the gates.
+--picture also draws what one head keeps. The numbers themselves, context vectors included, come
+from `hf_infini.tools.inspection.inspect_attention`. Models: every decoder that goes with
+Infini-attention, with it or without, and causal_mha.
 """
 
 import sys
@@ -24,11 +28,13 @@ LARGEST_PAGE = 100e6  # bytes; browsers take long over more
 TITLE = "<title>Attention heads: "  # of every page
 TOKENS, MOST_TOKENS = 200, 1000  # read by default: the second where the model's segments are long
 # Read without --text, repeated until it reaches the memory; names and numbers return in it
-STORY = """A biblioteca da rua do Porto abre às oito horas. Marina chega cedo, senta-se perto da janela e abre um livro de \
-mapas. O rio que passa pela cidade nasce na serra, atravessa três vales e encontra o mar depois de noventa quilômetros. Na \
-mesa ao lado, Tomás escreve uma carta para a irmã, que mora em Recife e estuda o clima. Ele conta que choveu durante doze \
-dias, que a ponte velha foi fechada e que a feira mudou de lugar. Marina pergunta onde o rio nasce. Na serra, diz Tomás, \
-e mostra no mapa os três vales. Às seis horas a biblioteca da rua do Porto fecha, e os dois voltam para casa pela ponte nova.
+STORY = """A biblioteca da rua do Porto abre às oito horas. Marina chega cedo, senta-se perto \
+da janela e abre um livro de mapas. O rio que passa pela cidade nasce na serra, atravessa três \
+vales e encontra o mar depois de noventa quilômetros. Na mesa ao lado, Tomás escreve uma carta \
+para a irmã, que mora em Recife e estuda o clima. Ele conta que choveu durante doze dias, que a \
+ponte velha foi fechada e que a feira mudou de lugar. Marina pergunta onde o rio nasce. Na \
+serra, diz Tomás, e mostra no mapa os três vales. Às seis horas a biblioteca da rua do Porto \
+fecha, e os dois voltam para casa pela ponte nova.
 """
 
 
@@ -36,21 +42,33 @@ e mostra no mapa os três vales. Às seis horas a biblioteca da rua do Porto fec
 class Options:
     model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
     adapter: str | None = option(None, ADAPTER)
-    text: str | None = option(None, "The text, or --text_file; default: a story in Portuguese.", group="text")
+    text: str | None = option(
+        None, "The text, or --text_file; default: a story in Portuguese.", group="text"
+    )
     text_file: str | None = option(None, "UTF-8 file with the text. Or --text.")
     max_tokens: int | None = option(
         None,
-        f"Most tokens to read, from the text's beginning; default: {TOKENS}, or until a whole segment reads the memory, "
-        f"but {MOST_TOKENS:,} at most.",
+        f"Most tokens to read, from the text's beginning; default: {TOKENS}, or until a whole "
+        f"segment reads the memory, but {MOST_TOKENS:,} at most.",
         greater_than=0,
     )
-    layers: list[int] | None = option(None, "The layers to look into, from 0; default: all.", at_least=0, group="model")
-    picture: list[int] | None = option(
-        None, "A layer and a head: also writes OUT/kept_LAYER_HEAD.png, the text with the tokens that it keeps.", at_least=0
+    layers: list[int] | None = option(
+        None, "The layers to look into, from 0; default: all.", at_least=0, group="model"
     )
-    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.", group="machine")
-    out: str | None = option(None, "Folder to write into; default: heads, in the folder of the adapter or model.",
-                             group="output")  # fmt: skip
+    picture: list[int] | None = option(
+        None,
+        "A layer and a head: also writes OUT/kept_LAYER_HEAD.png, the text with the tokens "
+        "that it keeps.",
+        at_least=0,
+    )
+    device: str = option(
+        "auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.", group="machine"
+    )
+    out: str | None = option(
+        None,
+        "Folder to write into; default: heads, in the folder of the adapter or model.",
+        group="output",
+    )
 
 
 @exit_on_error(when_stopped="nothing was written; the same command starts again")
@@ -77,7 +95,10 @@ def main(argv: list[str] | None = None) -> None:
 
     page = out / "heads.html"
     if page.exists() and TITLE not in page.read_text(encoding="utf-8", errors="replace"):
-        raise UserError(f"--out: {page} exists and is not from this recipe: move it away, or choose another --out")
+        raise UserError(
+            f"--out: {page} exists and is not from this recipe: move it away, or "
+            "choose another --out"
+        )
     model, tokenizer = inference.load_model(options.model, options.device, options.adapter)
     length = model.config.segment_length if getattr(model.config, "has_memory", False) else 0
     window = inference.first_beyond(model.config) if length else 0
@@ -95,17 +116,24 @@ def main(argv: list[str] | None = None) -> None:
     if length and not inference.reads_memory(model.config, len(read)):
         print(f"no token reads the memory: that takes more than {window:,} tokens", file=sys.stderr)
     try:
-        inspection = inspect_attention(model, torch.tensor([read]), tokenizer, layers=options.layers)
+        inspection = inspect_attention(
+            model, torch.tensor([read]), tokenizer, layers=options.layers
+        )
     except ValueError as error:
         raise UserError(str(error)) from error
     if all(layer.weights is None for layer in inspection.layers.values()):
-        raise UserError(f"{options.model} has no attention heads in these layers (attention='none')")
+        raise UserError(
+            f"{options.model} has no attention heads in these layers (attention='none')"
+        )
 
     if options.picture:
         layer, head = options.picture
         fates = getattr(inspection.layers.get(layer), "fates", None)
         if fates is None or head >= fates.shape[1]:
-            raise UserError(f"--picture {layer} {head}: there is no such head with a memory in the --layers that are read")
+            raise UserError(
+                f"--picture {layer} {head}: there is no such head with a memory in "
+                "the --layers that are read"
+            )
     content = inspection_page(inspection, title=Path(options.model).name).encode("utf-8")
     if len(content) > LARGEST_PAGE:
         sizes = f"{len(content) / 1e6:,.0f} MB, more than {LARGEST_PAGE / 1e6:,.0f}"

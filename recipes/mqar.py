@@ -1,19 +1,22 @@
-r"""Multi-query associative recall (MQAR) in zoology's setting: how much a memory recalls, and how many bytes it needs.
+r"""Multi-query associative recall (MQAR) in zoology's setting: how much a memory recalls, and how
+many bytes it needs.
 
     python recipes/mqar.py --mixers attention window gated_delta linear --out runs/mqar
     python recipes/mqar.py --mixers gated_delta --d_model 128 --out runs/mqar
 
-A row tells pairs of a key and a value, 4 to 64 of them in training and up to 256 in 1,024 tokens in the tests, and asks for
-every value once. The model has two layers: a gated short convolution, and the mixer.
+A row tells pairs of a key and a value, 4 to 64 of them in training and up to 256 in 1,024 tokens in
+the tests, and asks for every value once. The model has two layers: a gated short convolution, and
+the mixer.
 
     attention                       full attention
     window                          the last --window tokens
-    linear, delta, gated_delta      segments of --segment_length tokens, and a memory with this update rule
+    linear, delta, gated_delta      segments of --segment_length tokens, and a memory with this rule
     linear+conv, …                  the same with a short convolution inside the memory's layer
 
-Each mixer is trained with each learning rate; the best counts. Stopped at any point and started again with the same command,
-it goes on from the last epoch. Commands with other mixers, sizes or learning rates may share OUT. Each run has a folder
-there with its state and result.json; OUT/table.md compares the finished ones.
+Each mixer is trained with each learning rate; the best counts. Stopped at any point and started
+again with the same command, it goes on from the last epoch. Commands with other mixers, sizes or
+learning rates may share OUT. Each run has a folder there with its state and result.json;
+OUT/table.md compares the finished ones.
 """
 
 import functools
@@ -35,34 +38,87 @@ STATE_TOKENS = 1024  # after which the state is counted
 @dataclass
 class MQAROptions:
     out: str = field(
-        metadata={"help": "Folder of all runs; those that are there go on, or are finished.", "group": "output"}
+        metadata={
+            "help": "Folder of all runs; those that are there go on, or are finished.",
+            "group": "output",
+        }
     )
-    mixers: list[str] = option(MIXERS, "What is compared, in this order.", choices=MIXERS, group="model")
+    mixers: list[str] = option(
+        MIXERS, "What is compared, in this order.", choices=MIXERS, group="model"
+    )
     d_model: int = option(64, "Width.", at_least=1, at_most=2**16)
     heads: int = option(2, "Heads of the mixer; must divide the width.", at_least=1, at_most=2**16)
-    head_dim: int | None = option(None, "Width of a head's queries and keys; default: --d_model / --heads.", at_least=1,
-                                 at_most=2**16)  # fmt: skip
-    value_dim: int | None = option(None, "Width of a head's values; default: as wide as keys.", at_least=1, at_most=2**16)
-    segment_length: int = option(16, "Tokens of a segment, for the memories.", at_least=1, at_most=2**20)
-    window: int = option(32, "window: tokens that a token sees, itself included. 32 keep about as many bytes as segments of "
-                         "16 and a memory, 64 wide with 2 heads.", at_least=1, at_most=2**20)  # fmt: skip
-    memory: list[str] = option([], "More options of the memories, NAME=VALUE: gate_init=-2 feature_map=exp.")
-    learning_rates: list[float] = option([1e-3, 3.16e-3, 1e-2, 3.16e-2], "Of the first epoch; it falls as a cosine. All are "
-                                         "tried, until one is above --stop_above.", greater_than=0,
-                                         group="training")  # fmt: skip
+    head_dim: int | None = option(
+        None,
+        "Width of a head's queries and keys; default: --d_model / --heads.",
+        at_least=1,
+        at_most=2**16,
+    )
+    value_dim: int | None = option(
+        None, "Width of a head's values; default: as wide as keys.", at_least=1, at_most=2**16
+    )
+    segment_length: int = option(
+        16, "Tokens of a segment, for the memories.", at_least=1, at_most=2**20
+    )
+    window: int = option(
+        32,
+        "window: tokens that a token sees, itself included. 32 keep about as "
+        "many bytes as segments of 16 and a memory, 64 wide with 2 heads.",
+        at_least=1,
+        at_most=2**20,
+    )
+    memory: list[str] = option(
+        [], "More options of the memories, NAME=VALUE: gate_init=-2 feature_map=exp."
+    )
+    learning_rates: list[float] = option(
+        [1e-3, 3.16e-3, 1e-2, 3.16e-2],
+        "Of the first epoch; it falls as a cosine. All are tried, until one is above --stop_above.",
+        greater_than=0,
+        group="training",
+    )
     epochs: int = option(32, "Passes over the training rows, at most.", at_least=1, at_most=2**20)
-    stop_above: float = option(0.99, "Mean accuracy of the tests above which a training ends.", at_least=0, at_most=1)
+    stop_above: float = option(
+        0.99, "Mean accuracy of the tests above which a training ends.", at_least=0, at_most=1
+    )
     batch_size: int = option(256, "Rows of a step.", at_least=1, at_most=2**20)
-    precision: str = option("float32", "Of the products with the output weights, half of the work; bf16 is faster where it "
-                            "is native. The rest and the tests are float32.", choices=["float32", "bf16"])  # fmt: skip
+    precision: str = option(
+        "float32",
+        "Of the products with the output weights, half of the "
+        "work; bf16 is faster where it is native. The rest and the "
+        "tests are float32.",
+        choices=["float32", "bf16"],
+    )
     seed: int = option(123, "Seed of rows, weights and dropout; zoology's is 123.", **SEED)
-    vocabulary: int = option(8192, "Tokens that there are: half keys, half values.", at_least=8, at_most=2**24, group="data")
-    train: list[str] = option(["64x4x100000", "128x8x20000", "256x16x20000", "256x32x20000", "256x64x20000"],
-                              "Training rows: LENGTHxPAIRSxROWS, tokens of a row, pairs in it, rows.")  # fmt: skip
-    test: list[str] = option(["64x4x1000", "64x8x1000", "64x16x1000", "128x32x1000", "256x64x1000", "512x128x1000",
-                              "1024x256x1000"], "Test rows, likewise.")  # fmt: skip
-    threads: int | None = option(None, "Threads of the CPU; default: as many as cores.", at_least=1, at_most=1024,
-                                 group="machine")  # fmt: skip
+    vocabulary: int = option(
+        8192,
+        "Tokens that there are: half keys, half values.",
+        at_least=8,
+        at_most=2**24,
+        group="data",
+    )
+    train: list[str] = option(
+        ["64x4x100000", "128x8x20000", "256x16x20000", "256x32x20000", "256x64x20000"],
+        "Training rows: LENGTHxPAIRSxROWS, tokens of a row, pairs in it, rows.",
+    )
+    test: list[str] = option(
+        [
+            "64x4x1000",
+            "64x8x1000",
+            "64x16x1000",
+            "128x32x1000",
+            "256x64x1000",
+            "512x128x1000",
+            "1024x256x1000",
+        ],
+        "Test rows, likewise.",
+    )
+    threads: int | None = option(
+        None,
+        "Threads of the CPU; default: as many as cores.",
+        at_least=1,
+        at_most=1024,
+        group="machine",
+    )
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
 
 
@@ -82,9 +138,14 @@ def main(argv: list[str] | None = None) -> None:
     from support.stages import claim_folder
     from training.run_folder import say
 
-    parts = [read_parts(getattr(options, name), name, options.vocabulary) for name in ("train", "test")]
+    parts = [
+        read_parts(getattr(options, name), name, options.vocabulary) for name in ("train", "test")
+    ]
     sizes = options.d_model, options.heads, options.window, memory
-    configs = {mixer: mixer_config(mixer, *sizes, **given_options(options, WIDTHS)) for mixer in options.mixers}
+    configs = {
+        mixer: mixer_config(mixer, *sizes, **given_options(options, WIDTHS))
+        for mixer in options.mixers
+    }
     claim_folder(Path(options.out), "mqar.py")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -108,13 +169,16 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def memory_options(texts: list[str]) -> dict:
-    """The memory's options from NAME=VALUE texts; UserError for an unknown one, or one that another option sets."""
+    """The memory's options from NAME=VALUE texts; UserError for an unknown one, or one that another
+    option sets."""
     found = {}
     for text in texts:
         name, equals, value = text.partition("=")
         known = [name for name in MEMORY if name not in DECIDED]
         if not equals or name not in known or name in found:
-            raise UserError(f"--memory {text}: give NAME=VALUE, each name once, of {', '.join(known)}")
+            raise UserError(
+                f"--memory {text}: give NAME=VALUE, each name once, of {', '.join(known)}"
+            )
         found[name] = parse_yaml(value, f"--memory {text}")
     return found
 
@@ -125,7 +189,9 @@ def setting_of(options: MQAROptions) -> dict:
     return {name: getattr(options, name) for name in names}
 
 
-def run(options: MQAROptions, mixer: str, config, memory: dict, rate: float, rows, device: str) -> dict:
+def run(
+    options: MQAROptions, mixer: str, config, memory: dict, rate: float, rows, device: str
+) -> dict:
     """The result of one training, which is read from its folder, or trained or continued there.
 
     Args:
@@ -141,9 +207,13 @@ def run(options: MQAROptions, mixer: str, config, memory: dict, rate: float, row
     from training.run_folder import OPTIONS, RESULT, check_same_run, say
 
     shape = {"d_model": options.d_model, "heads": options.heads, **given_options(options, WIDTHS)}
-    shape |= memory if config.has_memory else {"window": options.window} if mixer == "window" else {}
+    shape |= (
+        memory if config.has_memory else {"window": options.window} if mixer == "window" else {}
+    )
     shape["precision"] = options.precision
-    model_name = "-".join([mixer, *(f"{SHORT.get(name, f'{name}=')}{value}" for name, value in shape.items())])
+    model_name = "-".join(
+        [mixer, *(f"{SHORT.get(name, f'{name}=')}{value}" for name, value in shape.items())]
+    )
     folder, setting = Path(options.out) / f"{model_name}-lr{rate:g}", setting_of(options)
     identity = {**setting, "mixer": mixer, **shape, "learning_rate": rate}
     check_same_run(folder, identity)
@@ -162,7 +232,10 @@ def run(options: MQAROptions, mixer: str, config, memory: dict, rate: float, row
             "setting": setting,
             "options": identity,
             "learning_rate": rate,
-            **{name: last[name] for name in ("accuracy", "low", "high", "rows", "tests", "tokens", "seconds")},
+            **{
+                name: last[name]
+                for name in ("accuracy", "low", "high", "rows", "tests", "tokens", "seconds")
+            },
             "epochs": last["epoch"],
             "diverged": last["loss"] is None,
             "tokens_per_second": round(last["tokens"] / last["seconds"], 1),

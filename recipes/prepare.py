@@ -1,17 +1,21 @@
-"""Corpus -> tokenizer -> blocks: what `train.py` and the evaluations read.
+r"""Corpus -> tokenizer -> blocks: what `train.py` and the evaluations read.
 
-    python recipes/prepare.py --config recipes/configs/prepare_carolina.yaml --source CAROLINA --out data/carolina
+    python recipes/prepare.py --config recipes/configs/prepare_carolina.yaml --source CAROLINA \
+        --out data/carolina
     python recipes/prepare.py --source biographies --vocab_size 2000 --out data/biographies
-    python recipes/prepare.py --source plays.txt --tokenizer characters --split_by block --test 0.02 --out data/plays
+    python recipes/prepare.py --source plays.txt --tokenizer characters --split_by block \
+        --test 0.02 --out data/plays
 
---out then holds `tokenizer/`, `train/`, `validation/` and, with --test, `test/` (for `datasets.load_from_disk`: a column
-`input_ids`, rows of `--context` tokens), `validation_documents.jsonl` and `test_documents.jsonl` (id, title, source and
-text of every held-out document) and `manifest.json` (options, counts, hashes), which is written last: a folder
-without it is not finished. `.stages/` keeps the documents; a second run redoes only what depends on an option that
-changed. Choose by the validation split, report the test split: with --test or without it, the same documents (or blocks) are
-held out for validation.
+--out then holds `tokenizer/`, `train/`, `validation/` and, with --test, `test/` (for
+`datasets.load_from_disk`: a column `input_ids`, rows of `--context` tokens),
+`validation_documents.jsonl` and `test_documents.jsonl` (id, title, source and text of every
+held-out document) and `manifest.json` (options, counts, hashes), which is written last: a folder
+without it is not finished. `.stages/` keeps the documents; a second run redoes only what depends on
+an option that changed. Choose by the validation split, report the test split: with --test or
+without it, the same documents (or blocks) are held out for validation.
 
-Exits with 1 and a message for damaged, missing or empty input, with 2 for unknown or malformed options.
+Exits with 1 and a message for damaged, missing or empty input, with 2 for unknown or malformed
+options.
 """
 
 import dataclasses
@@ -30,29 +34,55 @@ from cli.corpus_options import CorpusOptions
 
 @dataclass
 class TokenizerOptions:
-    tokenizer: str = option("bpe", "bpe (byte-level, trained here), characters, or a ready one: name (gpt2) or folder.",
-                            group="tokenizer")
-    vocab_size: int = option(8000, "bpe: entries of the vocabulary, 256 bytes and 2 special tokens among them.",
-                             at_least=258, at_most=2**26)
-    tokenizer_sample: float = option(0.35, "bpe: share of the training documents that it is trained on.",
-                                     greater_than=0, at_most=1, rare=True)
+    tokenizer: str = option(
+        "bpe",
+        "bpe (byte-level, trained here), characters, or a ready one: name (gpt2) or folder.",
+        group="tokenizer",
+    )
+    vocab_size: int = option(
+        8000,
+        "bpe: entries of the vocabulary, 256 bytes and 2 special tokens among them.",
+        at_least=258,
+        at_most=2**26,
+    )
+    tokenizer_sample: float = option(
+        0.35,
+        "bpe: share of the training documents that it is trained on.",
+        greater_than=0,
+        at_most=1,
+        rare=True,
+    )
 
 
 @dataclass
 class BlockOptions:
     out: str = field(metadata={"help": "The folder to write.", "group": "output"})
-    context: int = option(1024, "Tokens per block.", at_least=1, at_most=2**31 - 1, group="blocks and splits")
-    validation: float = option(0.02, "Share of the documents (or blocks) held out for validation.", greater_than=0,
-                               below=1)
-    test: float = option(0.0, "Share of the documents (or blocks) held out for a test split.", at_least=0, below=1)
-    split_by: str = option("document", "document: no document is in two splits; block: all documents are concatenated, "
-                           "and the blocks are shuffled and split.", choices=["document", "block"])
-    max_tokens: int | None = option(None, "Stop the training text after so many tokens.", at_least=1)
+    context: int = option(
+        1024, "Tokens per block.", at_least=1, at_most=2**31 - 1, group="blocks and splits"
+    )
+    validation: float = option(
+        0.02, "Share of the documents (or blocks) held out for validation.", greater_than=0, below=1
+    )
+    test: float = option(
+        0.0, "Share of the documents (or blocks) held out for a test split.", at_least=0, below=1
+    )
+    split_by: str = option(
+        "document",
+        "document: no document is in two splits; block: all "
+        "documents are concatenated, and the blocks are shuffled "
+        "and split.",
+        choices=["document", "block"],
+    )
+    max_tokens: int | None = option(
+        None, "Stop the training text after so many tokens.", at_least=1
+    )
 
 
 @exit_on_error(when_stopped="finished stages are kept; the same command goes on from the last one")
 def main(argv: list[str] | None = None) -> None:
-    corpus, tokens, blocks = parse_options(CorpusOptions, TokenizerOptions, BlockOptions, description=__doc__, argv=argv)
+    corpus, tokens, blocks = parse_options(
+        CorpusOptions, TokenizerOptions, BlockOptions, description=__doc__, argv=argv
+    )
     check_options(corpus, tokens, blocks)
     from support.stages import locked_folder
 
@@ -62,28 +92,44 @@ def main(argv: list[str] | None = None) -> None:
     if others := ", ".join(f"{count:,} {suffix}" for suffix, count in source["left_out"].items()):
         print(f"left out, as their suffixes tell another kind: {others}")
     if source["duplicates"]:
-        print(f"{source['duplicates']:,} documents have exactly the text of an earlier one, so that held-out text may be in "
-              "training, too; --drop_duplicates keeps one of each")  # fmt: skip
+        print(
+            f"{source['duplicates']:,} documents have exactly the text of an earlier one, so "
+            "that held-out text may be in training, too; --drop_duplicates keeps one of each"
+        )
     for name, split in manifest["splits"].items():
-        print(f"{name}: {split['blocks']:,} blocks of {blocks.context:,} tokens, {split['documents']:,} documents")
-    print(f"{out}: vocabulary {manifest['tokenizer']['vocabulary']:,}, {manifest['wall_seconds']} s")
+        print(
+            f"{name}: {split['blocks']:,} blocks of {blocks.context:,} tokens, "
+            f"{split['documents']:,} documents"
+        )
+    print(
+        f"{out}: vocabulary {manifest['tokenizer']['vocabulary']:,}, {manifest['wall_seconds']} s"
+    )
     data = shlex.quote(blocks.out)
-    print(f"next: python recipes/train.py --config recipes/configs/quickstart_infini.yaml --data {data} --out runs/infini")
+    print(
+        "next: python recipes/train.py --config recipes/configs/quickstart_infini.yaml --data "
+        f"{data} --out runs/infini"
+    )
 
 
 def check_options(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOptions) -> None:
     if blocks.validation + blocks.test >= 1:
         raise UserError(
-            f"--validation {blocks.validation} and --test {blocks.test} leave nothing for training; give shares that are "
-            "below 1 together"
+            f"--validation {blocks.validation} and --test {blocks.test} leave nothing for "
+            "training; give shares that are below 1 together"
         )
     source, out = (Path(os.path.realpath(path)) for path in (corpus.source, blocks.out))
     if source.is_dir() and out.is_relative_to(source):
-        raise UserError(f"--out {blocks.out} is inside --source and would be read as a source next time; move it")
+        raise UserError(
+            f"--out {blocks.out} is inside --source and would be read as a source "
+            "next time; move it"
+        )
 
 
-def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOptions, out: Path) -> dict:
-    """Runs the stages; each is redone only when its options, its input files or an earlier stage changed."""
+def prepare(
+    corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOptions, out: Path
+) -> dict:
+    """Runs the stages; each is redone only when its options, its input files or an earlier stage
+    changed."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -94,23 +140,35 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     start, hidden, record = time.perf_counter(), out / stages.LOCK_FOLDER, {}
     # 1. Documents: read, filter, sample.
     settings = dataclasses.asdict(corpus) | {"files": stages.state_of_files(corpus.source)}
-    record["documents"] = preparation.run_stage(hidden / "documents", settings, functools.partial(collect, corpus))
+    record["documents"] = preparation.run_stage(
+        hidden / "documents", settings, functools.partial(collect, corpus)
+    )
     documents = blocking.read_documents(hidden / "documents")
 
-    # 2. The split. By document it comes before the tokenizer, which learns from training documents only.
+    # 2. The split. By document it comes before the tokenizer, which learns from training documents
+    # only.
     by_document = blocks.split_by == "document"
     shares = {"validation": blocks.validation} | ({"test": blocks.test} if blocks.test > 0 else {})
-    parts = split_documents(documents, {name: share * by_document for name, share in shares.items()}, corpus.seed)
-    split = {"documents": record["documents"]["key"], "seed": corpus.seed, "shares": shares if by_document else None}
+    parts = split_documents(
+        documents, {name: share * by_document for name, share in shares.items()}, corpus.seed
+    )
+    split = {
+        "documents": record["documents"]["key"],
+        "seed": corpus.seed,
+        "shares": shares if by_document else None,
+    }
 
     # 3. The tokenizer.
-    make = functools.partial(blocking.save_tokenizer, parts["train"], seed=corpus.seed, **dataclasses.asdict(tokens))
+    make = functools.partial(
+        blocking.save_tokenizer, parts["train"], seed=corpus.seed, **dataclasses.asdict(tokens)
+    )
     settings = dataclasses.asdict(tokens) | {"files": stages.state_of_files(tokens.tokenizer)}
     settings |= split if tokens.tokenizer in ("bpe", "characters") else {}
     record["tokenizer"] = preparation.run_stage(out / "tokenizer", settings, make)
     tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer", trust_remote_code=False)
 
-    # 4. Rows: of each split's documents, or of all documents, which are then shuffled and dealt out.
+    # 4. Rows: of each split's documents, or of all documents, which are then shuffled and dealt
+    # out.
     def check_rows(name: str, count: int, text: int) -> None:
         if count == 0:
             now = ", ".join(f"--{split} (now {share})" for split, share in shares.items())
@@ -122,26 +180,41 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     def pack(name: str, folder: Path) -> dict:
         limit, counts = blocks.max_tokens if name == "train" else None, Counter()
         rows = blocking.pack_rows(parts[name], tokenizer, blocks.context, counts, limit)
-        saved = blocking.write_rows(({"input_ids": batch} for batch in rows), ["input_ids"], blocks.context, folder)
+        saved = blocking.write_rows(
+            ({"input_ids": batch} for batch in rows), ["input_ids"], blocks.context, folder
+        )
         check_rows(name, saved["blocks"], counts["stream_tokens"])
         return {**counts, **saved}
 
     def deal(name: str, folder: Path) -> dict:
         rows, packed = datasets.load_from_disk(hidden / "rows"), record["rows"]["result"]
-        saved = blocking.save_rows(rows.select(blocking.shuffle_blocks(len(rows), shares, corpus.seed)[name]), folder)
+        saved = blocking.save_rows(
+            rows.select(blocking.shuffle_blocks(len(rows), shares, corpus.seed)[name]), folder
+        )
         check_rows(name, saved["blocks"], packed["stream_tokens"])
         # Whole documents are counted where they are trained on: a held-out block is a part of one
-        none = {} if name == "train" else dict.fromkeys(("documents", "characters", "stream_tokens"), 0)
+        none = (
+            {}
+            if name == "train"
+            else dict.fromkeys(("documents", "characters", "stream_tokens"), 0)
+        )
         return {**packed, **saved, **none}
 
-    settings = split | {"tokenizer": record["tokenizer"]["key"], "context": blocks.context, "max_tokens": blocks.max_tokens}
+    settings = split | {
+        "tokenizer": record["tokenizer"]["key"],
+        "context": blocks.context,
+        "max_tokens": blocks.max_tokens,
+    }
     if not by_document:
-        record["rows"] = preparation.run_stage(hidden / "rows", settings, functools.partial(pack, "train"))
+        record["rows"] = preparation.run_stage(
+            hidden / "rows", settings, functools.partial(pack, "train")
+        )
     for name in ("train", *shares):
         build = functools.partial(pack if by_document else deal, name)
         record[name] = preparation.run_stage(out / name, settings | {"shares": shares}, build)
 
-    # 5. The held-out documents, and the manifest, which says that all is done. Without a test split, what an earlier run
+    # 5. The held-out documents, and the manifest, which says that all is done. Without a test
+    # split, what an earlier run
     #    held out for testing is trained on.
     if "test" not in shares:
         shutil.rmtree(out / "test", ignore_errors=True)
@@ -151,7 +224,9 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
             parts[name].to_json(part, force_ascii=False)
     return preparation.write_manifest(
         out / "manifest.json",
-        options={name: value for group in (corpus, tokens, blocks) for name, value in vars(group).items()},
+        options={
+            name: value for group in (corpus, tokens, blocks) for name, value in vars(group).items()
+        },
         source=record["documents"]["result"],
         record=record,
         splits=["train", *shares],
@@ -168,13 +243,16 @@ def collect(corpus: CorpusOptions, folder: Path) -> dict:
     log = ReadingLog()
     count = write_documents(corpus_documents(corpus, log), folder)
     if count == 0:
-        reasons = ", ".join(f"{number:,} {reason}" for reason, number in log.dropped.items()) or "none was found"
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in log.dropped.items()) or (
+            "none was found"
+        )
         raise UserError(f"--source {corpus.source}: no document is left ({reasons})")
     return {"documents": count, **vars(log)}
 
 
 def split_documents(documents, shares: dict[str, float], seed: int) -> dict:
-    """The documents of each held-out split, chosen by chance in this order, and the rest as `"train"`."""
+    """The documents of each held-out split, chosen by chance in this order, and the rest as
+    `"train"`."""
     from corpora.selection import choose
 
     ids, sides = documents["id"][:], {}
@@ -182,7 +260,10 @@ def split_documents(documents, shares: dict[str, float], seed: int) -> dict:
         sides[name] = choose(ids, share, seed, name, exclude=sum(sides.values(), []))
     sides["train"] = sorted(set(range(len(ids))).difference(*sides.values()))
     if not sides["train"]:
-        raise UserError(f"the corpus has {len(ids)} document(s), which leaves none to train on; use --split_by block")
+        raise UserError(
+            f"the corpus has {len(ids)} document(s), which leaves none to train on; "
+            "use --split_by block"
+        )
     return {name: documents.select(positions) for name, positions in sides.items()}
 
 

@@ -1,30 +1,36 @@
-"""Rows that train a model to recall: a number hidden in real text, facts of invented people, and running text.
+r"""Rows that train a model to recall: a number hidden in real text, facts of invented people, and
+running text.
 
     python recipes/prepare_recall.py --data data/carolina --out data/recall
-    python recipes/prepare_recall.py --data data/carolina --context 4096 --mix passkey=0.5 text=0.5 --out data/passkeys
+    python recipes/prepare_recall.py --data data/carolina --context 4096 \
+        --mix passkey=0.5 text=0.5 --out data/passkeys
 
---data is a folder of recipes/prepare.py: its tokenizer is used, its training rows are the real text of the new training
-rows, its validation rows that of the new validation rows. --out has the same format (`tokenizer/`, `train/`,
-`validation/`, `validation_documents.jsonl`, `manifest.json`) with a second column `labels`, which train.py follows:
--100 where nothing is learned. Every row is one document of exactly --context tokens:
+--data is a folder of recipes/prepare.py: its tokenizer is used, its training rows are the real text
+of the new training rows, its validation rows that of the new validation rows. --out has the same
+format (`tokenizer/`, `train/`, `validation/`, `validation_documents.jsonl`, `manifest.json`) with a
+second column `labels`, which train.py follows: -100 where nothing is learned. Every row is one
+document of exactly --context tokens:
 
-passkey: real text with a five-digit number at a depth drawn at random, asked for --questions times after it, the last
-    time at the very end;
-facts: the opening of a generated biography, then invented paragraphs and real text, and among them, at any distance, a
-    question for every fact of the opening;
-codes: people in real text are given codes, all of which are asked for until the row is full;
-forms: real text with invented facts of 14 forms (lockers, prices, birthplaces, …), all asked for at the end;
+passkey: real text with a five-digit number at a depth drawn at random, asked for --questions times
+    after it, the last time at the very end;
+facts: the opening of a generated biography, then invented paragraphs and real text, and among them,
+    at any distance, a question for every fact of the opening;
+codes: people in real text are given codes, all of which are asked for until the row is full; forms:
+real text with invented facts of 14 forms (lockers, prices, birthplaces, …), all asked for at the
+end;
     `hf_infini.fit_keep_score` learns from them which tokens are worth keeping;
 echo: real text in which short passages come again, each learned from its third token on;
 paragraphs: the invented paragraphs alone, full of people and years that nobody asks for;
 text: a block of the text of --data, as it is.
 
-A model that starts from nothing learns recall from codes and echo in short rows first (--context 256), where it is asked
-often; passkeys and facts in longer rows then teach it to keep what it was told.
+A model that starts from nothing learns recall from codes and echo in short rows first (--context
+256), where it is asked often; passkeys and facts in longer rows then teach it to keep what it was
+told.
 
-The people and numbers of training rows, of validation rows, and of `evaluate_model.py --task passkey|facts` are drawn
-apart from each other. A second run makes only what an option has changed. Exits with 1 and a message for a --data that
-cannot be used and for rows too short, with 2 for unknown or malformed options.
+The people and numbers of training rows, of validation rows, and of `evaluate_model.py --task
+passkey|facts` are drawn apart from each other. A second run makes only what an option has changed.
+Exits with 1 and a message for a --data that cannot be used and for rows too short, with 2 for
+unknown or malformed options.
 """
 
 import functools
@@ -39,16 +45,27 @@ from cli import SEED, UserError, exit_on_error, option, parse_options
 
 @dataclass
 class Options:
-    data: str = field(metadata={"help": "Folder made by recipes/prepare.py, split by document.", "group": "data"})
+    data: str = field(
+        metadata={"help": "Folder made by recipes/prepare.py, split by document.", "group": "data"}
+    )
     out: str = field(metadata={"help": "The folder to write.", "group": "output"})
     context: int = option(1024, "Tokens per row.", at_least=2, at_most=2**31 - 1, group="rows")
     rows: int = option(20_000, "Training rows.", at_least=1)
     validation_rows: int = option(200, "Validation rows.", at_least=1)
-    mix: list[str] = option(["passkey=0.3", "facts=0.4", "text=0.3"], "Shares of the rows by kind (passkey, facts, codes, "
-                            "echo, forms, paragraphs, text), 1 together.")  # fmt: skip
+    mix: list[str] = option(
+        ["passkey=0.3", "facts=0.4", "text=0.3"],
+        "Shares of the rows by kind "
+        "(passkey, facts, codes, "
+        "echo, forms, paragraphs, "
+        "text), 1 together.",
+    )
     questions: int = option(4, "passkey: how often a row asks for its number.", at_least=1)
-    language: str = option("pt", "Language of passkeys, codes and forms; facts are Portuguese.", choices=["pt", "en"])
-    answers_only: bool = option(True, "Where rows ask, only the answers are learned; false: every token.")
+    language: str = option(
+        "pt", "Language of passkeys, codes and forms; facts are Portuguese.", choices=["pt", "en"]
+    )
+    answers_only: bool = option(
+        True, "Where rows ask, only the answers are learned; false: every token."
+    )
     seed: int = option(0, "Seed of every choice by chance.", **SEED)
 
 
@@ -67,10 +84,16 @@ def main(argv: list[str] | None = None) -> None:
     for name, split in manifest["splits"].items():
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in split["rows_by_kind"].items())
         counted = sum(split["counted_tokens"].values())
-        print(f"{name}: {split['blocks']:,} rows ({kinds}), {counted:,} of {split['tokens']:,} tokens are learned")
+        print(
+            f"{name}: {split['blocks']:,} rows ({kinds}), {counted:,} of {split['tokens']:,} "
+            "tokens are learned"
+        )
     print(f"{out}: {manifest['wall_seconds']} s")
     data = shlex.quote(options.out)
-    print(f"next: python recipes/train.py --config recipes/configs/recall.yaml --data {data} --out runs/recall")
+    print(
+        f"next: python recipes/train.py --config recipes/configs/recall.yaml --data {data} "
+        "--out runs/recall"
+    )
 
 
 def read_source(data: Path) -> dict:
@@ -78,10 +101,18 @@ def read_source(data: Path) -> dict:
     from support.stages import read_manifest
 
     manifest = read_manifest(data)
-    if manifest["options"]["split_by"] != "document" or manifest["splits"]["validation"]["blocks"] == 0:
-        raise UserError(f"--data: {data} has no validation documents; prepare it with --split_by document and --validation")
+    if (
+        manifest["options"]["split_by"] != "document"
+        or manifest["splits"]["validation"]["blocks"] == 0
+    ):
+        raise UserError(
+            f"--data: {data} has no validation documents; prepare it with --split_by "
+            "document and --validation"
+        )
     if "prepared_from" in manifest["options"]:
-        raise UserError(f"--data: {data} holds recall rows itself; give {manifest['options']['prepared_from']}")
+        raise UserError(
+            f"--data: {data} holds recall rows itself; give {manifest['options']['prepared_from']}"
+        )
     return manifest
 
 
@@ -100,21 +131,39 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
     tokenizer = read_tokenizer(data)
 
     def copy_tokenizer(folder: Path) -> dict:
-        shutil.copytree(data / "tokenizer", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("stage.json"))
+        shutil.copytree(
+            data / "tokenizer",
+            folder,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns("stage.json"),
+        )
         return source["tokenizer"]
 
-    files = [file for file in stages.state_of_files(str(data / "tokenizer")) if not file[0].endswith("stage.json")]
+    files = [
+        file
+        for file in stages.state_of_files(str(data / "tokenizer"))
+        if not file[0].endswith("stage.json")
+    ]
     record["tokenizer"] = preparation.run_stage(out / "tokenizer", {"files": files}, copy_tokenizer)
 
     def build(split: str, settings: dict, folder: Path) -> dict:
         rows = make_rows(tokenizer, read_rows(data / split).reshape(-1), split=split, **settings)
         return write_rows(rows, settings["rows"], options.context, folder)
 
-    same = {name: getattr(options, name) for name in ("context", "questions", "answers_only", "language", "seed")}
+    same = {
+        name: getattr(options, name)
+        for name in ("context", "questions", "answers_only", "language", "seed")
+    }
     for split, rows in (("train", options.rows), ("validation", options.validation_rows)):
         settings = {**same, "shares": shares, "rows": rows}
-        identity = {**settings, "text": source["splits"][split]["sha256"], "tokenizer": record["tokenizer"]["key"]}
-        record[split] = preparation.run_stage(out / split, identity, functools.partial(build, split, settings))
+        identity = {
+            **settings,
+            "text": source["splits"][split]["sha256"],
+            "tokenizer": record["tokenizer"]["key"],
+        }
+        record[split] = preparation.run_stage(
+            out / split, identity, functools.partial(build, split, settings)
+        )
     with stages.new_file(out / "validation_documents.jsonl") as part:
         shutil.copyfile(data / "validation_documents.jsonl", part)
     return preparation.write_manifest(

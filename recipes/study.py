@@ -1,22 +1,29 @@
-r"""Trains what a YAML file describes, variants × swept values × seeds, measures all of it, and writes one report.
+r"""Trains what a YAML file describes, variants × swept values × seeds, measures all of it, and
+writes one report.
 
-    python recipes/study.py --study recipes/configs/study_variants.yaml recipes/configs/study_mini.yaml --source CAROLINA \
+    python recipes/study.py \
+        --study recipes/configs/study_variants.yaml recipes/configs/study_mini.yaml \
+        --source CAROLINA \
         --out runs/study --jobs 2
-    python recipes/study.py --study … --data data/carolina --variants s1 best --seeds 0 1 2 --out runs/seeds
-    python recipes/study.py --train recipes/configs/carolina_infini.yaml --set train.max_tokens=1000000 \
+    python recipes/study.py --study … --data data/carolina --variants s1 best --seeds 0 1 2 \
+        --out runs/seeds
+    python recipes/study.py --train recipes/configs/carolina_infini.yaml \
+        --set train.max_tokens=1000000 \
         --grid segment_length=32,64,128,256 --data data/carolina --out runs/lengths
-    python recipes/study.py --runs runs/self runs/infini --data data/quickstart --out runs/comparison
+    python recipes/study.py --runs runs/self runs/infini --data data/quickstart \
+        --out runs/comparison
 
-Sections of a study: `train` (options of train.py that all share), `variants` (name: options of its own, and in `data` those
-of its own data), `grid` (option: values), `seeds`, `data` (options of prepare.py) and `evaluate` (name: options of
-evaluate_model.py). Of several --study files, later ones go above earlier ones, --set above them, --grid and --seeds above
-all; a grid's values go above a variant's options, and these above `train`. The others are compared with the first variant,
-on the validation rows, paired; variants on other data per character. --runs takes finished runs instead.
+Sections of a study: `train` (options of train.py that all share), `variants` (name: options of its
+own, and in `data` those of its own data), `grid` (option: values), `seeds`, `data` (options of
+prepare.py) and `evaluate` (name: options of evaluate_model.py). Of several --study files, later
+ones go above earlier ones, --set above them, --grid and --seeds above all; a grid's values go above
+a variant's options, and these above `train`. The others are compared with the first variant, on the
+validation rows, paired; variants on other data per character. --runs takes finished runs instead.
 
-Everything is a process of prepare.py, train.py or evaluate_model.py, its output in OUT/logs. Stopped or killed at any point
-and started again with the same command, a study goes on from there; variants, values and seeds can be added later. What
-cannot be made is listed with the reason, what fails stops no other run. Writes OUT/report.md, report.json and loss.png;
-each run is in OUT/NAME.
+Everything is a process of prepare.py, train.py or evaluate_model.py, its output in OUT/logs.
+Stopped or killed at any point and started again with the same command, a study goes on from there;
+variants, values and seeds can be added later. What cannot be made is listed with the reason, what
+fails stops no other run. Writes OUT/report.md, report.json and loss.png; each run is in OUT/NAME.
 """
 
 import os
@@ -33,15 +40,29 @@ class Options:
     out: str = field(metadata={"help": "Folder of the study.", "group": "output"})
     study: list[str] | None = option(None, "YAML files with the sections above.", group="study")
     train: str | None = option(None, "YAML file of train.py's options, below the study's own.")
-    set: list[str] | None = option(None, "SECTION.NAME=VALUE entries, above the files: train.max_steps=20.")
-    variants: list[str] | None = option(None, "Those to train, the one to compare with first; default: all, in their order.")
-    grid: list[str] | None = option(None, "OPTION=VALUE,VALUE entries: every combination, of every variant.")
-    seeds: list[int] | None = option(None, "Seeds to train everything with; default: the study's, or train.py's.", **SEED)
-    source: str | None = option(None, "The corpus to prepare: --source of prepare.py. Or --data.", group="data")
+    set: list[str] | None = option(
+        None, "SECTION.NAME=VALUE entries, above the files: train.max_steps=20."
+    )
+    variants: list[str] | None = option(
+        None, "Those to train, the one to compare with first; default: all, in their order."
+    )
+    grid: list[str] | None = option(
+        None, "OPTION=VALUE,VALUE entries: every combination, of every variant."
+    )
+    seeds: list[int] | None = option(
+        None, "Seeds to train everything with; default: the study's, or train.py's.", **SEED
+    )
+    source: str | None = option(
+        None, "The corpus to prepare: --source of prepare.py. Or --data.", group="data"
+    )
     data: str | None = option(None, "Folder made by prepare.py that all runs read.")
-    runs: list[str] | None = option(None, "Out folders of finished runs to compare, trained on --data.", group="comparison")
+    runs: list[str] | None = option(
+        None, "Out folders of finished runs to compare, trained on --data.", group="comparison"
+    )
     jobs: int = option(1, "Processes at the same time.", at_least=1, at_most=1024, group="machine")
-    threads: int = option(1, "CPU threads of each process, and of the measurements.", at_least=1, at_most=1024)
+    threads: int = option(
+        1, "CPU threads of each process, and of the measurements.", at_least=1, at_most=1024
+    )
     dry_run: bool = option(False, "Print the commands and do nothing.", group="output")
 
 
@@ -65,12 +86,21 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check_options(options: Options) -> None:
-    given = [name for name in ("study", "train", "set", "variants", "grid", "seeds", "source") if getattr(options, name)]
+    given = [
+        name
+        for name in ("study", "train", "set", "variants", "grid", "seeds", "source")
+        if getattr(options, name)
+    ]
     if options.runs and (given or options.jobs > 1 or options.dry_run):
         what = [*given, *["jobs"] * (options.jobs > 1), "dry_run"][0]
-        raise UserError(f"--runs compares finished runs, --{what} is for runs to be trained: give one of them")
+        raise UserError(
+            f"--runs compares finished runs, --{what} is for runs to be trained: give one of them"
+        )
     if not options.runs and not given:
-        raise UserError("give what is to be trained with --study, --train or --grid, or finished runs with --runs")
+        raise UserError(
+            "give what is to be trained with --study, --train or --grid, or finished "
+            "runs with --runs"
+        )
     if (options.data is None) == (options.source is None):
         raise UserError("give --data with --runs, otherwise exactly one of --source and --data")
     if options.data and any(text.startswith("data") for text in options.set or ()):
@@ -92,10 +122,20 @@ def plan(options: Options) -> tuple[dict, list, dict[str, Path]]:
         study = planning.choose_variants(study, options.variants)
     runs = planning.runs_of(study, Path(options.out))
     if options.source:
-        return study, runs, {name: Path(options.out) / "data" / name for name in planning.data_settings(study, runs)}
+        return (
+            study,
+            runs,
+            {
+                name: Path(options.out) / "data" / name
+                for name in planning.data_settings(study, runs)
+            },
+        )
     own = [run.data for run in runs if run.data != planning.BASE]
     if own:
-        raise UserError(f"{own[0]} has data of its own: give --source instead of --data, or leave it out of --variants")
+        raise UserError(
+            f"{own[0]} has data of its own: give --source instead of --data, or leave "
+            "it out of --variants"
+        )
     return study, runs, {planning.BASE: Path(options.data)}
 
 
@@ -119,7 +159,8 @@ def run_study(options: Options, study: dict, tasks, out: Path) -> None:
         "commands": [shlex.join([Path(sys.executable).name, *sys.argv]), *tasks.commands],
         **measurement.environment(),
     }
-    plot_losses([run for run in runs if run.data == runs[0].data], out / "loss.png")  # tokens of other data are others
+    # tokens of other data are others
+    plot_losses([run for run in runs if run.data == runs[0].data], out / "loss.png")
     write_json(out / "report.json", content)
     write_text(out / "report.md", report.write_report(content))
     print(report.losses_table(content["variants"], report.groups_of(content["variants"])[0]))
@@ -128,7 +169,8 @@ def run_study(options: Options, study: dict, tasks, out: Path) -> None:
     if failed:
         lines = [f"  {run['name']}: {run['reason']} ({tasks.log(run['name'])})" for run in failed]
         raise UserError(
-            f"{len(failed)} of {len(tasks.outcomes)} runs failed, the same command tries again:\n" + "\n".join(lines)
+            f"{len(failed)} of {len(tasks.outcomes)} runs failed, the same command tries again:\n"
+            + "\n".join(lines)
         )
 
 

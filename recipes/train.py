@@ -1,16 +1,21 @@
-r"""Trains a GPT-2 (self- or Infini-attention) or a causal_mha model on a folder that recipes/prepare.py made.
+r"""Trains a GPT-2 (self- or Infini-attention) or a causal_mha model on a folder that
+recipes/prepare.py made.
 
-    python recipes/train.py --config recipes/configs/quickstart_infini.yaml --data data/quickstart --out runs/infini
-    python recipes/train.py --config recipes/configs/quickstart_self.yaml --data data/quickstart --out runs/self
-    python recipes/train.py --config recipes/configs/shakespeare_published.yaml --data data/shakespeare --out runs/rope \
+    python recipes/train.py --config recipes/configs/quickstart_infini.yaml \
+        --data data/quickstart --out runs/infini
+    python recipes/train.py --config recipes/configs/quickstart_self.yaml \
+        --data data/quickstart --out runs/self
+    python recipes/train.py --config recipes/configs/shakespeare_published.yaml \
+        --data data/shakespeare --out runs/rope \
         --position_encoding rope
     torchrun --nproc_per_node 2 recipes/train.py --config … --data … --out …
     accelerate launch --multi_gpu --num_processes 8 recipes/train.py --config … --data … --out …
 
-Stopped at any point and started again with the same command, it continues from its last complete checkpoint, and ends as
-if it had never been stopped; one command at a time may train in a folder. The out folder receives the model and tokenizer
-(`AutoModelForCausalLM.from_pretrained` loads them), metrics.jsonl, loss_curve.png and result.json, with the gates of the
-memory, where rows are longer than the window, so that some token reads one.
+Stopped at any point and started again with the same command, it continues from its last complete
+checkpoint, and ends as if it had never been stopped; one command at a time may train in a folder.
+The out folder receives the model and tokenizer (`AutoModelForCausalLM.from_pretrained` loads them),
+metrics.jsonl, loss_curve.png and result.json, with the gates of the memory, where rows are longer
+than the window, so that some token reads one.
 """
 
 from dataclasses import dataclass, field, replace
@@ -23,65 +28,136 @@ from cli.model_options import ModelOptions, attention_of, build_config, build_mo
 
 @dataclass
 class RunOptions:
-    data: str = field(metadata={"help": "Folder made by recipes/prepare.py; its rows set the context.", "group": "data"})
+    data: str = field(
+        metadata={
+            "help": "Folder made by recipes/prepare.py; its rows set the context.",
+            "group": "data",
+        }
+    )
     out: str = field(
-        metadata={"help": "Folder for the checkpoints and results; continued when it holds this run.", "group": "output"}
+        metadata={
+            "help": "Folder for the checkpoints and results; continued when it holds this run.",
+            "group": "output",
+        }
     )
     epochs: float | None = option(
-        None, "Passes over the training rows; default: 1 if no other end is set.", greater_than=0, group="length of training"
+        None,
+        "Passes over the training rows; default: 1 if no other end is set.",
+        greater_than=0,
+        group="length of training",
     )
     max_tokens: int | None = option(
-        None, "Tokens to train on; rows repeat if need be. The first end reached counts.", greater_than=0
+        None,
+        "Tokens to train on; rows repeat if need be. The first end reached counts.",
+        greater_than=0,
     )
-    max_steps: int | None = option(None, "Optimiser steps. The first end reached counts.", greater_than=0)
-    separate_documents: bool = option(False, "Keep the documents of a row apart: positions begin again after each "
-                                      "end-of-text token, which neither attention nor memory crosses.",
-                                      group="data")  # fmt: skip
-    dilute_with: str | None = option(None, "infini, linear rule: a folder of plain text made by recipes/prepare.py with "
-                                     "the same tokenizer. Each training row begins with the memory of one of its rows, "
-                                     "up to --dilute_up_to times as heavy, so that short rows train what long texts "
-                                     "need.")  # fmt: skip
-    dilute_up_to: float = option(32.0, "--dilute_with: the largest factor; each row's is drawn log-uniformly from 1 to it.",
-                                 at_least=1, rare=True)  # fmt: skip
-    dilute_share: float = option(1.0, "--dilute_with: share of the steps whose rows begin so; in the others they begin a "
-                                 "text.", at_least=0, at_most=1, rare=True)  # fmt: skip
-    context_parallel_size: int | None = option(None, "infini: processes that share each row, each computing the tokens of a "
-                                               "part: for rows too long for one device; default: 1.",
-                                               greater_than=0, rare=True, group="machine")  # fmt: skip
+    max_steps: int | None = option(
+        None, "Optimiser steps. The first end reached counts.", greater_than=0
+    )
+    separate_documents: bool = option(
+        False,
+        "Keep the documents of a row apart: positions begin "
+        "again after each end-of-text token, which neither "
+        "attention nor memory crosses.",
+        group="data",
+    )
+    dilute_with: str | None = option(
+        None,
+        "infini, linear rule: a folder of plain text made by "
+        "recipes/prepare.py with the same tokenizer. Each "
+        "training row begins with the memory of one of its "
+        "rows, up to --dilute_up_to times as heavy, so that "
+        "short rows train what long texts need.",
+    )
+    dilute_up_to: float = option(
+        32.0,
+        "--dilute_with: the largest factor; each row's is drawn log-uniformly from 1 to it.",
+        at_least=1,
+        rare=True,
+    )
+    dilute_share: float = option(
+        1.0,
+        "--dilute_with: share of the steps whose rows begin so; in the others they begin a text.",
+        at_least=0,
+        at_most=1,
+        rare=True,
+    )
+    context_parallel_size: int | None = option(
+        None,
+        "infini: processes that share each row, each "
+        "computing the tokens of a part: for rows "
+        "too long for one device; default: 1.",
+        greater_than=0,
+        rare=True,
+        group="machine",
+    )
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
-    seed: int = option(0, "Seed of weights, order of rows and dropout.", **SEED, group="optimisation")
-    report_to: list[str] = option(["none"], "Trackers that receive losses, learning rate and gates: none, or any of "
-                                  "tensorboard (files in OUT/runs), trackio, wandb, mlflow, …", group="output")  # fmt: skip
+    seed: int = option(
+        0, "Seed of weights, order of rows and dropout.", **SEED, group="optimisation"
+    )
+    report_to: list[str] = option(
+        ["none"],
+        "Trackers that receive losses, learning rate and "
+        "gates: none, or any of tensorboard (files in "
+        "OUT/runs), trackio, wandb, mlflow, …",
+        group="output",
+    )
 
 
 @dataclass
 class OptimizerOptions:
-    batch_size: int = option(4, "Rows per device and forward pass.", greater_than=0, group="optimisation")
-    gradient_accumulation: int = option(4, "Forward passes per optimiser step.", greater_than=0)
-    learning_rate: float = option(1e-3, "Peak learning rate (AdamW, betas 0.9 and 0.95).", greater_than=0)
-    gate_learning_rate: float | None = option(
-        None, "infini: peak learning rate of the gates, which have no weight decay; default: 0.01.", at_least=0, rare=True
+    batch_size: int = option(
+        4, "Rows per device and forward pass.", greater_than=0, group="optimisation"
     )
-    schedule: Literal["cosine", "linear", "constant_with_warmup"] = option("cosine", "Learning rates after warm-up.")
-    warmup: float = option(0.05, "Linear warm-up: a share of the steps below 1, a number of steps from 1 on.", at_least=0)
+    gradient_accumulation: int = option(4, "Forward passes per optimiser step.", greater_than=0)
+    learning_rate: float = option(
+        1e-3, "Peak learning rate (AdamW, betas 0.9 and 0.95).", greater_than=0
+    )
+    gate_learning_rate: float | None = option(
+        None,
+        "infini: peak learning rate of the gates, which have no weight decay; default: 0.01.",
+        at_least=0,
+        rare=True,
+    )
+    schedule: Literal["cosine", "linear", "constant_with_warmup"] = option(
+        "cosine", "Learning rates after warm-up."
+    )
+    warmup: float = option(
+        0.05,
+        "Linear warm-up: a share of the steps below 1, a number of steps from 1 on.",
+        at_least=0,
+    )
     weight_decay: float = option(0.1, "Weight decay of the matrices.", at_least=0, rare=True)
-    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", greater_than=0, rare=True)
+    max_grad_norm: float = option(
+        1.0, "Gradients are scaled down to this norm.", greater_than=0, rare=True
+    )
     precision: Literal["auto", "bf16", "float32"] = option(
         "auto", "bf16 autocast; auto: where it is native.", group="machine"
     )
-    gradient_checkpointing: bool = option(False, "Compute activations twice to save memory.", rare=True)
+    gradient_checkpointing: bool = option(
+        False, "Compute activations twice to save memory.", rare=True
+    )
     torch_compile: bool = option(False, "Compile the model with torch.compile.", rare=True)
     eval_steps: int = option(100, "Steps between evaluations.", greater_than=0, group="evaluation")
     eval_rows: int | None = option(
-        None, "Validation rows of these; default: all. The last evaluation takes all.", greater_than=0, rare=True
+        None,
+        "Validation rows of these; default: all. The last evaluation takes all.",
+        greater_than=0,
+        rare=True,
     )
-    save_steps: int = option(100, "Steps between checkpoints; the last two are kept.", greater_than=0, group="output")
-    logging_steps: int = option(10, "Steps between lines of training loss.", greater_than=0, rare=True)
+    save_steps: int = option(
+        100, "Steps between checkpoints; the last two are kept.", greater_than=0, group="output"
+    )
+    logging_steps: int = option(
+        10, "Steps between lines of training loss.", greater_than=0, rare=True
+    )
 
 
 @exit_on_error(when_stopped="the same command goes on from the last checkpoint")
 def main(argv: list[str] | None = None) -> None:
-    run, shape, optimizer = parse_options(RunOptions, ModelOptions, OptimizerOptions, description=__doc__, argv=argv)
+    run, shape, optimizer = parse_options(
+        RunOptions, ModelOptions, OptimizerOptions, description=__doc__, argv=argv
+    )
 
     import torch
     from transformers import set_seed
@@ -101,7 +177,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments = training_arguments(run, optimizer)
     fingerprint = setup.data_fingerprint(manifest)
     sharing = run.context_parallel_size or 1
-    rows_per_step = optimizer.batch_size * optimizer.gradient_accumulation * (arguments.world_size // sharing)
+    rows_per_step = (
+        optimizer.batch_size * optimizer.gradient_accumulation * (arguments.world_size // sharing)
+    )
     train, validation = setup.load_rows(data, rows_per_step)
     context = len(train[0]["input_ids"])
     tokens_per_step = rows_per_step * context
@@ -111,9 +189,20 @@ def main(argv: list[str] | None = None) -> None:
     config = build_config(shape, tokenizer, context)
     dilution.check_options(run, optimizer, config)
     setup.check_sharing(run, optimizer, config, context)
-    optimizer = replace(optimizer, gate_learning_rate=setup.gate_rate(optimizer.gate_learning_rate, config))
-    options = {**vars(shape), "attention": attention_of(config), **vars(optimizer), **vars(run), "data": fingerprint}
-    options |= {"precision": "bf16" if arguments.bf16 else "float32", "num_processes": arguments.world_size}
+    optimizer = replace(
+        optimizer, gate_learning_rate=setup.gate_rate(optimizer.gate_learning_rate, config)
+    )
+    options = {
+        **vars(shape),
+        "attention": attention_of(config),
+        **vars(optimizer),
+        **vars(run),
+        "data": fingerprint,
+    }
+    options |= {
+        "precision": "bf16" if arguments.bf16 else "float32",
+        "num_processes": arguments.world_size,
+    }
     if run.dilute_with is not None:
         options["dilute_with"] = setup.data_fingerprint(read_manifest(Path(run.dilute_with)))
     for name in ("out", "report_to"):  # these may change between two starts of a run
@@ -125,7 +214,9 @@ def main(argv: list[str] | None = None) -> None:
         masked = getattr(config, "mask_special_tokens", shape.mask_special_tokens is not False)
         end_of_text = tokenizer.eos_token_id if run.separate_documents else None
         # Evaluations never count special tokens, so that all runs are judged on the same
-        learned, judged = (RowReader(tokenizer.all_special_ids if on else (), end_of_text) for on in (masked, True))
+        learned, judged = (
+            RowReader(tokenizer.all_special_ids if on else (), end_of_text) for on in (masked, True)
+        )
         set_seed(run.seed)
         model = build_model(config, shape.init_from)
         rates = (optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay)
@@ -137,7 +228,9 @@ def main(argv: list[str] | None = None) -> None:
             model=model,
             args=arguments,
             train_dataset=train,
-            eval_dataset=validation.select(range(len(validation))[: optimizer.eval_rows]).with_transform(judged),
+            eval_dataset=validation.select(
+                range(len(validation))[: optimizer.eval_rows]
+            ).with_transform(judged),
             data_collator=learned.collate,
             processing_class=tokenizer,
             callbacks=[run_folder.RunRecorder(out, tokens_per_step, reads_memory)],
@@ -148,9 +241,14 @@ def main(argv: list[str] | None = None) -> None:
             context_parallel_size=sharing,
         )
         console.speak_in_lines(trainer)
-        if arguments.should_save:  # not before: options that make no model or Trainer may be corrected
+        # not before: options that make no model or Trainer may be corrected
+        if arguments.should_save:
             run_folder.begin_run(out, options, checkpoint)
-        note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
+        note = (
+            f"from step {run_folder.checkpoint_step(checkpoint)}"
+            if checkpoint
+            else ("from the start")
+        )
         length = f"{arguments.max_steps:,} steps of {tokens_per_step:,} tokens"
         run_folder.say(f"{model.num_parameters():,} parameters, {length}, {note}")
         model, lines = setup.train_to_end(trainer, checkpoint)
@@ -161,7 +259,8 @@ def main(argv: list[str] | None = None) -> None:
         # Always in float32, so that recipes/evaluate_model.py finds the same number
         rows, chunk = perplexity.prepared_rows(data, "validation"), -(-context // sharing)
         validated = perplexity.measure_perplexity(model, rows, judged, chunk, optimizer.batch_size)
-        model.config.use_cache = model.generation_config.use_cache = True  # the Trainer switched it off for training
+        # the Trainer switched it off for training
+        model.config.use_cache = model.generation_config.use_cache = True
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
         gates = gate_values(model) if reads_memory else {}
@@ -188,7 +287,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
-    """The Trainer's arguments. Building them joins the process group, whose size is then checked."""
+    """The Trainer's arguments. Building them joins the process group, whose size is then
+    checked."""
     from support import measurement
     from training import run_folder, setup
 

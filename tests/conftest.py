@@ -7,7 +7,8 @@ import pytest
 
 # Before anything imports a Hugging Face library: no test may depend on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# The models are so small that threads cost more than they bring, above all where another program wants a core too.
+# The models are so small that threads cost more than they bring, above all where another program
+# wants a core too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

@@ -1,1 +1,2 @@
-"""What a model keeps between two calls: the cache of `generate()`, the text that it has read, and memory files."""
+"""What a model keeps between two calls: the cache of `generate()`, the text that it has read, and
+memory files."""

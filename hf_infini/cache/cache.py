@@ -1,4 +1,5 @@
-"""The cache of `generate()`: one [`InfiniState`] for each layer with memory, so its bytes do not grow with the context."""
+"""The cache of `generate()`: one [`InfiniState`] for each layer with memory, so its bytes do not
+grow with the context."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -9,7 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
@@ -22,11 +29,17 @@ TEXT_END = 64  # so many last ids tell a text from another
 
 
 class InfiniLayer(CacheLayerMixin):
-    """One layer's `state` between two calls, an [`InfiniState`], or `None` before the first. Without gradients, the next
-    token may be written into it in place: to keep one, copy it (`copy.deepcopy`). `columns`: tokens passed so far, padding
-    included; `left`: in the cache of one call, the state after it, in a list: torch.compile sees no attribute set."""
+    """One layer's `state` between two calls, an [`InfiniState`], or `None` before the first.
+    Without gradients, the next token may be written into it in place: to keep one, copy it
+    (`copy.deepcopy`). `columns`: tokens passed so far, padding included; `left`: in the cache of
+    one call, the state after it, in a list: torch.compile sees no attribute set."""
 
-    def __init__(self, state: InfiniState | None = None, columns: int = 0, left: list[InfiniState] | None = None):
+    def __init__(
+        self,
+        state: InfiniState | None = None,
+        columns: int = 0,
+        left: list[InfiniState] | None = None,
+    ):
         super().__init__()
         self.state, self.columns, self.left = state, columns, left
 
@@ -39,10 +52,15 @@ class InfiniLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the state is made by the first call."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         """Keeps nothing, and gives what it is given: the attention leaves the next state."""
         if self.left is None:
-            raise TypeError("an InfiniLayer keeps no keys and values to attend to; the attention leaves its next state.")
+            raise TypeError(
+                "an InfiniLayer keeps no keys and values to attend to; the attention "
+                "leaves its next state."
+            )
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -56,15 +74,18 @@ class InfiniLayer(CacheLayerMixin):
 
 
 class InfiniCache(Cache):
-    """The cache of a model with a memory: bounded for layers with memory, growing for those with full attention.
+    """The cache of a model with a memory: bounded for layers with memory, growing for those with
+    full attention.
 
-    `generate()` and `model(..., use_cache=True)` make one; pass it back to continue from there. `copy.copy` and
-    `copy.deepcopy` give a second one, with its own tensors, that continues from the same place, in training also in the same
-    graph: gradients go back through either to what was read. `detach` cuts the graph. ValueError without such layers.
+    `generate()` and `model(..., use_cache=True)` make one; pass it back to continue from there.
+    `copy.copy` and `copy.deepcopy` give a second one, with its own tensors, that continues from the
+    same place, in training also in the same graph: gradients go back through either to what was
+    read. `detach` cuts the graph. ValueError without such layers.
 
     Attributes:
-        text: what is known of the text read, by its names in a memory file: `text_end` `[batch, TEXT_END]`, the last ids, −1
-            before the first and −2 for embeddings; `documents`, see [`kept_layers_masks`], where padding needs it.
+        text: what is known of the text read, by its names in a memory file: `text_end` `[batch,
+            TEXT_END]`, the last ids, −1 before the first and −2 for embeddings; `documents`, see
+            [`kept_layers_masks`], where padding needs it.
     """
 
     layers: Any  # each an InfiniLayer, or transformers' own
@@ -75,11 +96,16 @@ class InfiniCache(Cache):
     def __init__(self, config: PreTrainedConfig):
         bounded = set(getattr(config, "infini_layers", ()))
         if not bounded:
-            raise ValueError(f"this {type(config).__name__} has no layers with a memory: pass a transformers.DynamicCache.")
+            raise ValueError(
+                f"this {type(config).__name__} has no layers with a memory: pass a "
+                "transformers.DynamicCache."
+            )
         own = [DynamicLayer() for _ in range(config.num_hidden_layers)]
         if len(bounded) < len(own):
             own = DynamicCache(config=config).layers  # layers that slide keep their window only
-        super().__init__(layers=[InfiniLayer() if i in bounded else layer for i, layer in enumerate(own)])
+        super().__init__(
+            layers=[InfiniLayer() if i in bounded else layer for i, layer in enumerate(own)]
+        )
         self._config, self.windows = config, config.windows
         self.text: dict[str, Tensor] = {}
 
@@ -92,7 +118,8 @@ class InfiniCache(Cache):
         return other
 
     def detach(self) -> "InfiniCache":
-        """Cuts the graph, in place: no gradient goes back to what was read before. Returns the cache itself."""
+        """Cuts the graph, in place: no gradient goes back to what was read before. Returns the
+        cache itself."""
         self._map(Tensor.detach)
         return self
 
@@ -102,7 +129,9 @@ class InfiniCache(Cache):
             if isinstance(layer, InfiniLayer):
                 layer.state = None if layer.state is None else layer.state.map(function)
             else:
-                vars(layer).update({name: function(tensor) for name, tensor in _tensors_of(layer).items()})
+                vars(layer).update(
+                    {name: function(tensor) for name, tensor in _tensors_of(layer).items()}
+                )
         self.text = {name: function(tensor) for name, tensor in self.text.items()}
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -124,21 +153,35 @@ class InfiniCache(Cache):
         return self.layers[layer].state
 
     def for_call(self) -> Cache:
-        """What the layers with memory are given in one call: they take their states from it, and leave the next ones in it.
-        A call that fails, or a layer that gradient checkpointing runs a second time, changes nothing here."""
-        return Cache([InfiniLayer(e.state, e.columns, []) if isinstance(e, InfiniLayer) else e for e in self.layers])
+        """What the layers with memory are given in one call: they take their states from it, and
+        leave the next ones in it. A call that fails, or a layer that gradient checkpointing runs a
+        second time, changes nothing here."""
+        return Cache(
+            [
+                InfiniLayer(e.state, e.columns, []) if isinstance(e, InfiniLayer) else e
+                for e in self.layers
+            ]
+        )
 
     def exchange(self) -> Any:
-        """What gives the layers of one call what other processes have read (context parallelism); `None`: nobody has."""
+        """What gives the layers of one call what other processes have read (context parallelism);
+        `None`: nobody has."""
         return None
 
     def check_finished(self) -> None:
-        """ValueError where a call has failed halfway: a compiled step, or one with layers of full attention."""
-        if self.in_step or len({self.get_seq_length(layer) for layer in range(len(self.layers))}) > 1:
-            raise ValueError("a call with this cache has failed halfway: make a new one and read the text again.")
+        """ValueError where a call has failed halfway: a compiled step, or one with layers of full
+        attention."""
+        if (
+            self.in_step
+            or len({self.get_seq_length(layer) for layer in range(len(self.layers))}) > 1
+        ):
+            raise ValueError(
+                "a call with this cache has failed halfway: make a new one and read the text again."
+            )
 
     def advance(self, of_call: Cache, input_ids: Tensor | None, tokens: int) -> None:
-        """Takes over what a call of `tokens` columns has left; `input_ids` `[batch, tokens]`, or `None` for embeddings."""
+        """Takes over what a call of `tokens` columns has left; `input_ids` `[batch, tokens]`, or
+        `None` for embeddings."""
         self.advance_layers(of_call, tokens)
         state: Any = self.state
         embedded = state.tokens_seen.new_full((len(state.tokens_seen), tokens), -2)
@@ -160,48 +203,58 @@ class InfiniCache(Cache):
         return sum(tensor.nbytes for layer in self.layers for tensor in _tensors_of(layer).values())
 
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
-        """The mask with which `generate()` continues from this cache with only new tokens, for example from a memory file,
-        whose ids are gone: `generate(ids, attention_mask=cache.attention_mask(mask), cache=cache)` (before transformers 5.24
-        `past_key_values=cache`). Without it, ids are a whole text, which begins with what the cache has read. Of a mask
-        `[batch, tokens]` of the new tokens, 1 = real: `[batch, columns + tokens]`, 1 for all that the cache has passed."""
+        """The mask with which `generate()` continues from this cache with only new tokens, for
+        example from a memory file, whose ids are gone: `generate(ids,
+        attention_mask=cache.attention_mask(mask), cache=cache)` (before transformers 5.24
+        `past_key_values=cache`). Without it, ids are a whole text, which begins with what the cache
+        has read. Of a mask `[batch, tokens]` of the new tokens, 1 = real: `[batch, columns +
+        tokens]`, 1 for all that the cache has passed."""
         return F.pad(attention_mask, (self.get_seq_length(), 0), value=1)
 
     def check_ids(self, input_ids: Tensor) -> None:
-        """ValueError unless these ids, `[batch, tokens]`, begin with what has been read, as far as `text_end` shows, and go
-        on. The cache may have several rows for each (beams)."""
+        """ValueError unless these ids, `[batch, tokens]`, begin with what has been read, as far as
+        `text_end` shows, and go on. The cache may have several rows for each (beams)."""
         columns, tokens = self.get_seq_length(), input_ids.shape[1]
         begins = F.pad(input_ids[:, :columns], (TEXT_END, 0), value=-1)[:, -TEXT_END:]
         read = self.text.get("text_end", begins[:0])
         begins = begins.repeat_interleave(max(1, len(read) // len(begins)), 0)
         if columns and not (tokens > columns and torch.equal(read, begins.to(read))):
             raise ValueError(
-                f"these {tokens} ids are not the {columns} that the cache has read and new ones after them: give those, or, "
-                "for new ids alone, attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for real "
-                "tokens."
+                f"these {tokens} ids are not the {columns} that the cache has read and new ones "
+                "after them: give those, or, for new ids alone, "
+                "attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for "
+                "real tokens."
             )
 
     def check_past(self, attention_mask: Tensor) -> None:
-        """ValueError (in a graph RuntimeError) where a mask of the past has fewer real tokens in a row than its document."""
+        """ValueError (in a graph RuntimeError) where a mask of the past has fewer real tokens in a
+        row than its document."""
         state: Any = self.state
         given, counted = (attention_mask != 0).sum(1), state.tokens_seen.to(attention_mask.device)
         if torch.compiler.is_compiling():
-            torch._assert_async((given >= counted).all(), "the attention_mask disagrees with what the cache has read.")
+            torch._assert_async(
+                (given >= counted).all(),
+                "the attention_mask disagrees with what the cache has read.",
+            )
         elif (fewer := given < counted).any():
             row = int(fewer.nonzero()[0])
             raise ValueError(
-                f"row {row} of attention_mask has {int(given[row])} real tokens (1) among the {attention_mask.shape[1]} "
-                f"columns that the cache has passed, but the cache has read {int(counted[row])} of them as real. Mask the "
-                "padding; what generate() has appended after the end of a row is text to the cache."
+                f"row {row} of attention_mask has {int(given[row])} real tokens (1) among the "
+                f"{attention_mask.shape[1]} columns that the cache has passed, but the cache has "
+                f"read {int(counted[row])} of them as real. Mask the padding; what generate() has "
+                "appended after the end of a row is text to the cache."
             )
 
     def save_pretrained(
         self, path: str | Path, model: nn.Module | dict, *, text_sha256: Sequence[str] | None = None
     ) -> None:
-        """Writes what has been read so far into a memory file, by custom `NAME.safetensors`: the whole state, bit for bit.
-        Whoever reads the file finds the old one or this one, whole, also where several write it.
+        """Writes what has been read so far into a memory file, by custom `NAME.safetensors`: the
+        whole state, bit for bit. Whoever reads the file finds the old one or this one, whole, also
+        where several write it.
 
         Args:
-            model: the model that filled the cache, or what [`describe_model`] said of it, which is expensive.
+            model: the model that filled the cache, or what [`describe_model`] said of it, which is
+                expensive.
             text_sha256: for each row, the sha256 of the text that it has read.
 
         Raises:
@@ -209,10 +262,17 @@ class InfiniCache(Cache):
             OSError: the file cannot be written, or is a folder.
         """
         if self.state is None:
-            raise ValueError(f"this cache has read nothing yet: give it to model(ids, {CACHE}=cache) before saving.")
+            raise ValueError(
+                "this cache has read nothing yet: give it to model(ids, "
+                f"{CACHE}=cache) before saving."
+            )
         tokens_seen = self.state.tokens_seen.tolist()
-        if text_sha256 is not None and (isinstance(text_sha256, str) or len(text_sha256) != len(tokens_seen)):
-            raise ValueError(f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows.")
+        if text_sha256 is not None and (
+            isinstance(text_sha256, str) or len(text_sha256) != len(tokens_seen)
+        ):
+            raise ValueError(
+                f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows."
+            )
         self.check_finished()
         record = {
             "model": model if isinstance(model, dict) else describe_model(model),
@@ -224,30 +284,44 @@ class InfiniCache(Cache):
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, by their names in a memory file."""
-        layers = ((number, *entry) for number, layer in enumerate(self.layers) for entry in _tensors_of(layer).items())
+        layers = (
+            (number, *entry)
+            for number, layer in enumerate(self.layers)
+            for entry in _tensors_of(layer).items()
+        )
         return self.text | {f"layers.{number}.{name}": tensor for number, name, tensor in layers}
 
     @classmethod
     def from_pretrained(
         cls, path: str | Path, model: nn.Module, *, text_sha256: Sequence[str] | None = None
     ) -> "InfiniCache":
-        """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices. Hashes the model's weights to
-        compare them with those that wrote the memory. `text_sha256`: for each row, that of the text that it must have read.
+        """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices. Hashes the
+        model's weights to compare them with those that wrote the memory. `text_sha256`: for each
+        row, that of the text that it must have read.
 
         Raises:
-            MemoryFileError: the file is damaged, no memory file, or of another model or text; the message says which.
+            MemoryFileError: the file is damaged, no memory file, or of another model or text; the
+                message says which.
             OSError: there is no such file, or it may not be read.
         """
         config: Any = model.config
         cache, (record, tensors) = cls(config), read_memory_file(path)
         check_model(path, record, model)
         if text_sha256 is not None and record["text_sha256"] != list(text_sha256):
-            raise MemoryFileError(f"{path} is the memory of another text: give another name, or delete it.")
+            raise MemoryFileError(
+                f"{path} is the memory of another text: give another name, or delete it."
+            )
         columns = record["columns"]
-        devices: dict[Any, torch.device] = {getattr(part, "layer_idx", None): device_of(part) for part in model.modules()}
+        devices: dict[Any, torch.device] = {
+            getattr(part, "layer_idx", None): device_of(part) for part in model.modules()
+        }
         for number, layer in enumerate(cache.layers):
             names = {name.removeprefix(f"layers.{number}."): name for name in tensors}
-            own = {short: tensors[name].to(devices[number]) for short, name in names.items() if short != name}
+            own = {
+                short: tensors[name].to(devices[number])
+                for short, name in names.items()
+                if short != name
+            }
             if isinstance(layer, InfiniLayer):
                 state = InfiniState(local_log_weight=own.pop("local_log_weight", None), **own)
                 layer.advance(state, columns)
@@ -255,21 +329,31 @@ class InfiniCache(Cache):
                 layer.update(own["keys"], own["values"])
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.cumulative_length = columns
-        cache.text = {name: part.to(device_of(model)) for name, part in tensors.items() if not name.startswith("layers.")}
+        cache.text = {
+            name: part.to(device_of(model))
+            for name, part in tensors.items()
+            if not name.startswith("layers.")
+        }
         return cache
 
 
 def cache_bytes(config: PreTrainedConfig) -> int:
-    """Bytes that a model's layers with a memory hold of one sequence, however long it is, in the configuration's dtype
-    (`None`: torch's default). Where the memory skips tokens, each place of a window takes one more."""
+    """Bytes that a model's layers with a memory hold of one sequence, however long it is, in the
+    configuration's dtype (`None`: torch's default). Where the memory skips tokens, each place of a
+    window takes one more."""
     if not getattr(config, "infini_layers", ()):
-        raise ValueError(f"the cache of a {type(config).__name__} without a compressive memory grows with every token.")
+        raise ValueError(
+            f"the cache of a {type(config).__name__} without a compressive memory "
+            "grows with every token."
+        )
     rule, (heads, *widths) = RULES[config.update_rule].of(config), key_heads(config)
     dtype = dtype_of(config)
     key, value = (torch.empty(1, heads, 0, width, dtype=dtype, device="meta") for width in widths)
     learned = bool(rule.parameters(1, 1)) or config.memory_write == "learned"
     windows = config.windows.values()
-    states = (InfiniState.initial(key, value, *window, rule=rule, weighted=learned) for window in windows)
+    states = (
+        InfiniState.initial(key, value, *window, rule=rule, weighted=learned) for window in windows
+    )
     recent = max(config.memory_conv - 1, 0) * config.hidden_size * dtype.itemsize
     return sum(state.nbytes() + recent for state in states)
 
@@ -284,4 +368,8 @@ def _tensors_of(layer) -> dict[str, Tensor]:
     """What a layer of the cache holds, by name; nothing before the first call."""
     if isinstance(layer, InfiniLayer):
         return {} if layer.state is None else layer.state.tensors()
-    return {name: getattr(layer, name) for name in ("keys", "values") if getattr(layer, name) is not None}
+    return {
+        name: getattr(layer, name)
+        for name in ("keys", "values")
+        if getattr(layer, name) is not None
+    }

@@ -1,12 +1,14 @@
-"""Memory files: what a model remembers of a text, in one safetensors file from which the same weights continue.
+"""Memory files: what a model remembers of a text, in one safetensors file from which the same
+weights continue.
 
-[`InfiniCache.save_pretrained`] and `from_pretrained` write and read them. The tensors are those of the cache, by name
-(`layers.0.memory`, …, `text_end`) and with their dtypes. The metadata hold one JSON object, the record:
+[`InfiniCache.save_pretrained`] and `from_pretrained` write and read them. The tensors are those of
+the cache, by name (`layers.0.memory`, …, `text_end`) and with their dtypes. The metadata hold one
+JSON object, the record:
 
 | entry | |
 | --- | --- |
 | `format_version` | of this table |
-| `model` | what [`describe_model`] says of the model: configuration, dtype, adapters, hash of the weights |
+| `model` | what [`describe_model`] says: configuration, dtype, adapters, hash of the weights |
 | `columns` | tokens that the cache has passed, padding included |
 | `tokens_seen` | for each row, real tokens of its document |
 | `text_sha256` | for each row, the hash of its text as the caller gave it; or null |
@@ -27,10 +29,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 FORMAT_VERSION = 2
-# The only key of the metadata: several would be written in an order that differs from process to process
+# The only key of the metadata: several would be written in an order that differs from process to
+# process
 METADATA_KEY = "hf_infini_memory"
 # Options that change nothing of what given weights write into a memory
-WITHOUT_EFFECT = {"attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "gate_init", "initializer_range", "use_cache"}
+WITHOUT_EFFECT = {
+    "attn_pdrop",
+    "embd_pdrop",
+    "resid_pdrop",
+    "dropout",
+    "gate_init",
+    "initializer_range",
+    "use_cache",
+}
 WITHOUT_EFFECT |= {"tie_word_embeddings"}
 # Options that a description has by what they come to
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -38,34 +49,51 @@ DESCRIBED_INDIRECTLY = {"segment_length", "layers", "mask_special_tokens", *SPEC
 
 
 class MemoryFileError(ValueError):
-    """A file that is no memory file, is damaged, or holds the memory of another model; the message says which."""
+    """A file that is no memory file, is damaged, or holds the memory of another model; the message
+    says which."""
 
 
 def describe_model(model: nn.Module) -> dict:
     """What a memory of this model is bound to, JSON-safe: the model as it is set now.
 
-    Reads every weight once to hash it: about a second for 124 million parameters in float32 on one core. For many files of
-    one model, call it once and give the result to [`InfiniCache.save_pretrained`].
+    Reads every weight once to hash it: about a second for 124 million parameters in float32 on one
+    core. For many files of one model, call it once and give the result to
+    [`InfiniCache.save_pretrained`].
 
     Returns:
-        `config`, the options that decide what a memory means; `dtype`, of the weights; `adapters`, none; and
-        `weights_sha256`, of the parameters and buffers that the base model saves, without the language-model head.
+        `config`, the options that decide what a memory means; `dtype`, of the weights; `adapters`,
+        none; and `weights_sha256`, of the parameters and buffers that the base model saves, without
+        the language-model head.
 
     Raises:
-        ValueError: the model has adapters of PEFT, which can be switched and scaled, or is none of transformers.
+        ValueError: the model has adapters of PEFT, which can be switched and scaled, or is none of
+            transformers.
     """
-    if not isinstance(model, PreTrainedModel) or any(type(m).__module__.startswith("peft.") for m in model.modules()):
+    if not isinstance(model, PreTrainedModel) or any(
+        type(m).__module__.startswith("peft.") for m in model.modules()
+    ):
         raise ValueError(
-            f"a memory file is bound to the weights of a model of transformers, and this {type(model).__name__} is none, or "
-            "has adapters beside them: merge these first, with merge_and_unload()."
+            "a memory file is bound to the weights of a model of transformers, and this "
+            f"{type(model).__name__} is none, or has adapters beside them: merge these first, "
+            "with merge_and_unload()."
         )
-    # All options of the class but those known to change nothing: a new one counts from its first day
+    # All options of the class but those known to change nothing: a new one counts from its first
+    # day
     config: Any = model.config
-    passed_over = {field.name for field in fields(PreTrainedConfig)} | WITHOUT_EFFECT | DESCRIBED_INDIRECTLY
-    options = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in passed_over}
+    passed_over = (
+        {field.name for field in fields(PreTrainedConfig)} | WITHOUT_EFFECT | DESCRIBED_INDIRECTLY
+    )
+    options = {
+        field.name: getattr(config, field.name)
+        for field in fields(config)
+        if field.name not in passed_over
+    }
     options |= {"model_type": config.model_type, "infini_layers": config.infini_layers}
-    options["tokens_per_segment"] = getattr(config, "segment_length", None)  # its name in files of earlier versions
-    options["tokens_kept_out"] = [getattr(config, name) for name in SPECIAL_TOKENS] if config.mask_special_tokens else []
+    # its name in files of earlier versions
+    options["tokens_per_segment"] = getattr(config, "segment_length", None)
+    options["tokens_kept_out"] = (
+        [getattr(config, name) for name in SPECIAL_TOKENS] if config.mask_special_tokens else []
+    )
     digest = hashlib.sha256()
     _add_tensors(digest, model.base_model.state_dict())
     return {
@@ -77,15 +105,17 @@ def describe_model(model: nn.Module) -> dict:
 
 
 def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict) -> None:
-    """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the old file or the new one,
-    also where several processes write the same file: each writes a temporary file, `NAME.….part` in the same folder, and the
-    last to finish wins. The same content gives the same bytes. Folders on the way are made. OSError where the file cannot be
-    written, or is a folder; an old one is still there."""
+    """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the
+    old file or the new one, also where several processes write the same file: each writes a
+    temporary file, `NAME.….part` in the same folder, and the last to finish wins. The same content
+    gives the same bytes. Folders on the way are made. OSError where the file cannot be written, or
+    is a folder; an old one is still there."""
     path = Path(path)
     # Copies: layers share tensors, and views of larger ones
     form: dict[str, Any] = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
     tensors = {name: tensor.detach().to(**form) for name, tensor in tensors.items()}
-    record = json.loads(json.dumps({"format_version": FORMAT_VERSION, **record}))  # as a reader will have it
+    # as a reader will have it
+    record = json.loads(json.dumps({"format_version": FORMAT_VERSION, **record}))
     record["sha256"] = _checksum(record, tensors)
     content = save(tensors, {METADATA_KEY: json.dumps(record, sort_keys=True)})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,38 +132,56 @@ def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict
 
 
 def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
-    """Record and tensors (on the CPU) of a memory file, whole and undamaged. MemoryFileError where it is none, damaged, or
-    of another version; OSError where there is no such file, or it may not be read."""
-    content = Path(path).read_bytes()  # in one read: another writer may replace the file between two
+    """Record and tensors (on the CPU) of a memory file, whole and undamaged. MemoryFileError where
+    it is none, damaged, or of another version; OSError where there is no such file, or it may not
+    be read."""
+    # in one read: another writer may replace the file between two
+    content = Path(path).read_bytes()
     try:
-        metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+        metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])[
+            "__metadata__"
+        ]
         record, tensors = json.loads(metadata[METADATA_KEY]), load(content)
         version = record["format_version"]
-    except Exception as error:  # safetensors and torch have no common class for what a header may say
+    # safetensors and torch have no common class for what a header may say
+    except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise MemoryFileError(f"{path} is damaged or no memory file ({reason}).") from error
     if version != FORMAT_VERSION:
         raise MemoryFileError(
-            f"{path} has format version {version!r}, and this version of hf_infini reads {FORMAT_VERSION}: have this one "
-            "read the text (hf-infini read), or use the one that wrote the file."
+            f"{path} has format version {version!r}, and this version of hf_infini reads "
+            f"{FORMAT_VERSION}: have this one read the text (hf-infini read), or use the one that "
+            "wrote the file."
         )
     if record.pop("sha256", None) != _checksum(record, tensors):
-        raise MemoryFileError(f"{path} is damaged: its content is not what was written (the checksums differ).")
+        raise MemoryFileError(
+            f"{path} is damaged: its content is not what was written (the checksums differ)."
+        )
     return record, tensors
 
 
 def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
-    """MemoryFileError, naming what differs, unless a record is of this model; options unknown to it had their defaults."""
+    """MemoryFileError, naming what differs, unless a record is of this model; options unknown to it
+    had their defaults."""
     config: Any = model.config
     defaults = {field.name: field.default for field in fields(config)}
-    written, given = (defaults | side["config"] | side for side in (record["model"], describe_model(model)))
-    names = sorted(name for name in {*written, *given} - {"config"} if written.get(name) != given.get(name))
-    names = [name for name in names if name != "weights_sha256"] or names  # they differ with the options
+    written, given = (
+        defaults | side["config"] | side for side in (record["model"], describe_model(model))
+    )
+    names = sorted(
+        name for name in {*written, *given} - {"config"} if written.get(name) != given.get(name)
+    )
+    # they differ with the options
+    names = [name for name in names if name != "weights_sha256"] or names
     if names:
-        different = (f"{name} is {written.get(name)!r} in the file and {given.get(name)!r} in the model" for name in names)
+        different = (
+            f"{name} is {written.get(name)!r} in the file and {given.get(name)!r} in the model"
+            for name in names
+        )
         raise MemoryFileError(
-            f"{path} holds the memory of another model: {'; '.join(different)}. A memory means nothing to other weights: "
-            "load the model that wrote it, or have this one read the text (hf-infini read)."
+            f"{path} holds the memory of another model: {'; '.join(different)}. A memory means "
+            "nothing to other weights: load the model that wrote it, or have this one read the "
+            "text (hf-infini read)."
         )
 
 

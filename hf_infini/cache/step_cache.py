@@ -1,4 +1,5 @@
-"""What compiled steps of `generate` read and write: tensors that stay where they are. CUDA graphs know addresses only."""
+"""What compiled steps of `generate` read and write: tensors that stay where they are. CUDA graphs
+know addresses only."""
 
 import weakref
 from collections import defaultdict
@@ -15,13 +16,15 @@ from ..ops.step import segment_border, with_segments_complete
 from ..options import first_layers
 from .cache import TEXT_END, InfiniCache
 
-SHARED = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")  # the same tensors in all layers of a window
+# the same tensors in all layers of a window
+SHARED = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")
 
 
 class StepCache(InfiniCache):
-    """Holds the states of one cache at a time. A model has one, so that the graph of one generation serves the next; a cache
-    of other shapes gets new tensors. A call with it is one real token for every row, and writes into them. A complete
-    segment is left to `end_step`, outside of the graph; the host waits for the device only where a cache moves in."""
+    """Holds the states of one cache at a time. A model has one, so that the graph of one generation
+    serves the next; a cache of other shapes gets new tensors. A call with it is one real token for
+    every row, and writes into them. A complete segment is left to `end_step`, outside of the graph;
+    the host waits for the device only where a cache moves in."""
 
     completes_segments = False
 
@@ -29,15 +32,17 @@ class StepCache(InfiniCache):
         super().__init__(config)
         self._holder: Any = lambda: None  # a weak reference to the cache whose states these are
         self._steps = 0  # since it has moved in
-        self._borders: dict[int, Tensor] = {}  # after how many steps, modulo L, which rows complete a segment
+        # after how many steps, modulo L, which rows complete a segment
+        self._borders: dict[int, Tensor] = {}
 
     def is_for(self, config: PreTrainedConfig) -> bool:
-        """Whether a model has the configuration that this was made for; it may have been patched anew."""
+        """Whether a model has the configuration that this was made for; it may have been patched
+        anew."""
         return self._config is config and self.windows == config.windows
 
     def begin_step(self, cache: InfiniCache) -> bool:
-        """Moves the states of a cache in, if they are not here. False while a row lacks sinks, which a compiled step does
-        not look for. A step that fails leaves the cache `in_step`."""
+        """Moves the states of a cache in, if they are not here. False while a row lacks sinks,
+        which a compiled step does not look for. A step that fails leaves the cache `in_step`."""
         if cache.in_step:
             cache.check_finished()
         pairs = [*zip(self.layers, cache.layers, strict=True)]
@@ -46,7 +51,8 @@ class StepCache(InfiniCache):
         return cache.in_step
 
     def _move_in(self, cache: InfiniCache, pairs: list[tuple[Any, Any]]) -> bool:
-        """Takes the states of a cache, by `pairs` of own layers and the cache's; the one that was here gets copies."""
+        """Takes the states of a cache, by `pairs` of own layers and the cache's; the one that was
+        here gets copies."""
         length, _, sinks, _ = self._config.window
         if cache.state is None or int(cache.state.tokens_seen.min()) < sinks:
             return False
@@ -57,7 +63,10 @@ class StepCache(InfiniCache):
                 nothing = torch.zeros_like(layer.state.local_key[:, 0, :, 0], dtype=torch.bool)
                 layer.state = layer.state.having(local_skipped=nothing)
         if _signatures(self.tensors()) != _signatures(cache.tensors()):
-            self.text, shared = {name: _static_like(tensor) for name, tensor in cache.text.items()}, defaultdict(dict)
+            self.text, shared = (
+                {name: _static_like(tensor) for name, tensor in cache.text.items()},
+                defaultdict(dict),
+            )
             for own, _ in pairs:
                 own.state = None  # freed before there are new ones
             for (own, layer), window in zip(pairs, self.windows.values(), strict=True):
@@ -68,7 +77,10 @@ class StepCache(InfiniCache):
             layer.state = own.state
         cache.text, self._holder, self._steps = dict(self.text), weakref.ref(cache), 0
         to_border = -pairs[0][0].state.tokens_seen % length
-        self._borders = {steps: (to_border == steps).nonzero().squeeze(1) for steps in to_border.unique().tolist()}
+        self._borders = {
+            steps: (to_border == steps).nonzero().squeeze(1)
+            for steps in to_border.unique().tolist()
+        }
         return True
 
     def end_step(self, cache: InfiniCache) -> None:
@@ -81,8 +93,13 @@ class StepCache(InfiniCache):
         if rows is not None:
             rule, borders = RULES[self._config.update_rule].of(self._config), {}
             for window, layer in first_layers(self.windows).items():
-                sizes, state = dict(zip(WINDOW_SIZES, window, strict=True)), self.layers[layer].state
-                borders[window] = segment_border(state, sizes, state.tokens_seen % length == 0, rows)
+                sizes, state = (
+                    dict(zip(WINDOW_SIZES, window, strict=True)),
+                    self.layers[layer].state,
+                )
+                borders[window] = segment_border(
+                    state, sizes, state.tokens_seen % length == 0, rows
+                )
             for layer, window in self.windows.items():
                 state = self.layers[layer].state
                 new = with_segments_complete(rule, state, borders[window]).after(borders[window])
@@ -90,7 +107,8 @@ class StepCache(InfiniCache):
         cache.in_step = False
 
     def release(self, cache: InfiniCache | None) -> None:
-        """Gives this cache, if its states are here, tensors of its own, which no later step writes into."""
+        """Gives this cache, if its states are here, tensors of its own, which no later step writes
+        into."""
         if cache is not None and self._holder() is cache:
             cache._map(Tensor.clone)
             self._holder = lambda: None
@@ -113,7 +131,8 @@ def write_into(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
 
 def _static_like(tensor: Tensor) -> Tensor:
     """A tensor of the same kind, which a CUDA graph may write into."""
-    with torch.inference_mode(False):  # what is made within inference mode could not be written into outside of it later
+    # what is made within inference mode could not be written into outside of it later
+    with torch.inference_mode(False):
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     torch._dynamo.mark_static_address(made)
     return made

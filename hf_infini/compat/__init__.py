@@ -1,1 +1,2 @@
-"""Workarounds for transformers, accelerate, PEFT and the Hub: one file each, with the version that makes it needless."""
+"""Workarounds for transformers, accelerate, PEFT and the Hub: one file each, with the version that
+makes it needless."""

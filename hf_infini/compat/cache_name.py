@@ -1,4 +1,5 @@
-"""The name of a model's cache: `cache`, and before transformers 5.24 `past_key_values`. Models here take it by either."""
+"""The name of a model's cache: `cache`, and before transformers 5.24 `past_key_values`. Models here
+take it by either."""
 
 import functools
 import inspect
@@ -9,20 +10,26 @@ from typing import Any
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 NAMES = ("cache", "past_key_values")
-CACHE = next(name for name in NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
+CACHE = next(
+    name for name in NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)}
+)
 OTHER_NAME = next(name for name in NAMES if name != CACHE)
 
 
 def cache_of(output) -> Any:
-    """The cache in the output of a model or of `generate`, without the warning that its old name brings."""
+    """The cache in the output of a model or of `generate`, without the warning that its old name
+    brings."""
     return getattr(output, CACHE)
 
 
 def with_one_name(given: dict[str, Any], name: str = "cache") -> dict[str, Any]:
-    """Arguments by name, in which the cache, if there is one, is called `name`; TypeError where it came with both names."""
+    """Arguments by name, in which the cache, if there is one, is called `name`; TypeError where it
+    came with both names."""
     found = [given[one] for one in NAMES if given.get(one) is not None]
     if len(found) == 2:
-        raise TypeError("cache and past_key_values are two names of one argument: give only one of them.")
+        raise TypeError(
+            "cache and past_key_values are two names of one argument: give only one of them."
+        )
     rest = {key: value for key, value in given.items() if key not in NAMES}
     return rest if len(rest) == len(given) else rest | {name: found[0] if found else None}
 

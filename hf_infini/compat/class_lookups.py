@@ -1,14 +1,19 @@
-"""What other libraries look up by the type or class of a model: one with Infini-attention is there what its own is."""
+"""What other libraries look up by the type or class of a model: one with Infini-attention is there
+what its own is."""
 
 from transformers import PreTrainedConfig
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.models.auto import tokenization_auto
 
 PREFIX = "infini_"  # model_type of a family with Infini-attention: this and the family's
 
 
 def alias_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig]) -> None:
-    """Has `AutoTokenizer` read a tokenizer as beside the own configuration: many files name no class, or a wrong one."""
+    """Has `AutoTokenizer` read a tokenizer as beside the own configuration: many files name no
+    class, or a wrong one."""
     table, names = tokenization_auto.TOKENIZER_MAPPING, tokenization_auto.TOKENIZER_MAPPING_NAMES
     mistaken = tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
     if own.model_type in names:
@@ -20,7 +25,8 @@ def alias_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig])
 
 
 def alias_weights(own: str, infini: str) -> None:
-    """Has weights renamed and joined as those of the own model type or class, whose checkpoints may name them otherwise."""
+    """Has weights renamed and joined as those of the own model type or class, whose checkpoints may
+    name them otherwise."""
     mapping = get_checkpoint_conversion_mapping(own)
     if mapping is not None:
         register_checkpoint_conversion_mapping(infini, mapping, overwrite=True)

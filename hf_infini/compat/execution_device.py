@@ -1,4 +1,5 @@
-"""Where a module computes that accelerate has put hooks on (`device_map`); no version yet makes this needless."""
+"""Where a module computes that accelerate has put hooks on (`device_map`); no version yet makes
+this needless."""
 
 import torch
 from torch import nn
@@ -9,6 +10,7 @@ def device_of(module: nn.Module) -> torch.device:
     hook = getattr(module, "_hf_hook", None)
     devices = (getattr(each, "execution_device", None) for each in getattr(hook, "hooks", (hook,)))
     found = next((device for device in devices if device is not None), None)
-    if found is None:  # the weights of layers without parameters, those of torch.ao.quantization, are on a CPU
+    # the weights of layers without parameters, those of torch.ao.quantization, are on a CPU
+    if found is None:
         return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     return torch.device(found)

@@ -1,4 +1,5 @@
-"""PEFT saves what it has made, and asks a model for nothing else that was trained. No version yet makes this needless."""
+"""PEFT saves what it has made, and asks a model for nothing else that was trained. No version yet
+makes this needless."""
 
 import copy
 import warnings
@@ -10,7 +11,8 @@ class UnsavedMemoryWarning(UserWarning):
 
 
 def with_saving(config, then: Callable):
-    """A copy of PEFT's configuration that calls `then(folder)` once it is saved, unless it calls something already."""
+    """A copy of PEFT's configuration that calls `then(folder)` once it is saved, unless it calls
+    something already."""
     own = type(config)
     if hasattr(own, "then"):
         return config
@@ -20,15 +22,18 @@ def with_saving(config, then: Callable):
         then(save_directory)
 
     found = copy.copy(config)
-    found.__class__ = type(own.__name__, (own,), {"then": staticmethod(then), "save_pretrained": save_pretrained})
+    found.__class__ = type(
+        own.__name__, (own,), {"then": staticmethod(then), "save_pretrained": save_pretrained}
+    )
     return found
 
 
 def warn_of_unsaved(folder) -> None:
     """Warns that an adapter is in this folder, and the memory beside it is not."""
     warnings.warn(
-        f"PEFT has saved an adapter in {folder} without the memory that the model has beside it. Save both with "
-        "hf_infini.save_adapter(model, folder), or make the configuration with hf_infini.lora_config(model).",
+        f"PEFT has saved an adapter in {folder} without the memory that the model has beside it. "
+        "Save both with hf_infini.save_adapter(model, folder), or make the configuration with "
+        "hf_infini.lora_config(model).",
         UnsavedMemoryWarning,
         stacklevel=4,
     )

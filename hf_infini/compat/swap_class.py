@@ -1,4 +1,5 @@
-"""A module's class changed in place, also for accelerate and transformers. No version yet makes this needless."""
+"""A module's class changed in place, also for accelerate and transformers. No version yet makes
+this needless."""
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -6,11 +7,13 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 
 def swap_class(module: nn.Module, other: type) -> None:
-    """Makes a module an instance of another class in place, also for a hook, which keeps the forward that it wraps, and for
-    transformers, which finds what it can record of a model by a class that was constructed."""
+    """Makes a module an instance of another class in place, also for a hook, which keeps the
+    forward that it wraps, and for transformers, which finds what it can record of a model by a
+    class that was constructed."""
     own, module.__class__ = type(module), other
     for name in ("_old_forward", "forward"):  # the second is left by a hook that was removed
         if getattr(vars(module).get(name), "__func__", None) is own.forward:
             vars(module)[name] = other.forward.__get__(module)
     if isinstance(module, PreTrainedModel):
-        dict.__setitem__(_CAN_RECORD_REGISTRY, str(other), module._can_record_outputs)  # newer ones take a model for a key
+        # newer ones take a model for a key
+        dict.__setitem__(_CAN_RECORD_REGISTRY, str(other), module._can_record_outputs)

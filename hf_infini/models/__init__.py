@@ -1,1 +1,2 @@
-"""All families of decoders, patching a loaded model and back, the from-scratch model, generation, adapters."""
+"""All families of decoders, patching a loaded model and back, the from-scratch model, generation,
+adapters."""

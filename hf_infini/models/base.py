@@ -1,7 +1,8 @@
-"""Infini-attention in a decoder of transformers: mixins that come before its own base model and heads.
+"""Infini-attention in a decoder of transformers: mixins that come before its own base model and
+heads.
 
-The layers are swapped in place ([`InfiniAttentionMixin`]); the base model makes what they share once for a call,
-[`SharedInputs`], and passes it down as a keyword.
+The layers are swapped in place ([`InfiniAttentionMixin`]); the base model makes what they share
+once for a call, [`SharedInputs`], and passes it down as a keyword.
 """
 
 import functools
@@ -27,17 +28,22 @@ from .structure import decoder_layers, decoder_of
 
 
 class SavedModelMixin(HubCodeMixin, ModelBase):
-    """Has a model saved with its code, and all its modules initialised; comes before `PreTrainedModel`."""
+    """Has a model saved with its code, and all its modules initialised; comes before
+    `PreTrainedModel`."""
 
-    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, save_code: bool = False, **kwargs):
-        """As usual; `save_code`: whether the model's code is written beside it, so that it loads where hf_infini is not
-        installed. What is pushed has its code, and so has what was loaded by its code."""
+    def save_pretrained(
+        self, save_directory, is_main_process: bool = True, *args, save_code: bool = False, **kwargs
+    ):
+        """As usual; `save_code`: whether the model's code is written beside it, so that it loads
+        where hf_infini is not installed. What is pushed has its code, and so has what was loaded by
+        its code."""
         if save_code and is_main_process:
             self.config.save_pretrained(save_directory, save_code=True)  # then the folder has it
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
-        """As for transformers' own classes: else `_init_weights` passes over modules without parameters (GPT-2's MLP)."""
+        """As for transformers' own classes: else `_init_weights` passes over modules without
+        parameters (GPT-2's MLP)."""
         super()._initialize_weights(module, False)
 
 
@@ -55,12 +61,16 @@ class InfiniPreTrainedMixin(SavedModelMixin):
 
     def __init__(self, config, *args, **kwargs):
         if not hasattr(config, "infini_layers"):
-            raise ValueError(f"a {type(self).__name__} needs segments: give segment_length=…, in tokens, such as 256.")
+            raise ValueError(
+                f"a {type(self).__name__} needs segments: give segment_length=…, in "
+                "tokens, such as 256."
+            )
         super().__init__(config, *args, **kwargs)
         self.add_memory()
 
     def add_memory(self) -> None:
-        """Gives the layers that the configuration names their memory, in place, if they do not have it."""
+        """Gives the layers that the configuration names their memory, in place, if they do not have
+        it."""
         base: Any = decoder_of(self)  # is made an InfiniModelMixin
         if not isinstance(base, InfiniModelMixin):
             swap_class(base, self.class_with_memory(type(base)))
@@ -75,7 +85,8 @@ class InfiniPreTrainedMixin(SavedModelMixin):
                     attention.hook = layer.register_forward_pre_hook(pass_on, with_kwargs=True)
 
     def __setattr__(self, name: str, value) -> None:
-        """As usual; by `peft_config`, which PEFT sets, an adapter is put on a model of this name, perhaps the plain one."""
+        """As usual; by `peft_config`, which PEFT sets, an adapter is put on a model of this name,
+        perhaps the plain one."""
         super().__setattr__(name, value)
         if name == "peft_config" and hasattr(self, "_base_is_plain"):
             for adapter, config in value.items():
@@ -83,8 +94,9 @@ class InfiniPreTrainedMixin(SavedModelMixin):
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """As usual. The checkpoint may also be that of the own class, with the options of the memory by name; ValueError
-        where a layer then computes something else with its memory empty."""
+        """As usual. The checkpoint may also be that of the own class, with the options of the
+        memory by name; ValueError where a layer then computes something else with its memory
+        empty."""
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
         if model.config.__dict__.pop("_from_other_type", False):
@@ -93,7 +105,8 @@ class InfiniPreTrainedMixin(SavedModelMixin):
         return loaded
 
     def check_layers(self) -> None:
-        """[`InfiniAttentionMixin.check_swapped`] for every layer with a memory; not on a meta device."""
+        """[`InfiniAttentionMixin.check_swapped`] for every layer with a memory; not on a meta
+        device."""
         base: Any = decoder_of(self)
         if device_of(base.get_input_embeddings()).type == "meta":
             return
@@ -110,31 +123,46 @@ class InfiniPreTrainedMixin(SavedModelMixin):
 
 
 class InfiniModelMixin(ModelBase):
-    """A base model whose layers have a memory; comes before its own class, after [`InfiniPreTrainedMixin`]."""
+    """A base model whose layers have a memory; comes before its own class, after
+    [`InfiniPreTrainedMixin`]."""
 
     argument_names: Sequence[str]  # of the own forward, in order
     takes_masks_by_type: bool  # whether that takes a mask for each type of layer, by name
-    turns_by_layer_type: bool  # whether its position embeddings are made for a type of layer, by name
+    # whether its position embeddings are made for a type of layer, by name
+    turns_by_layer_type: bool
     layers_drop_keywords: bool  # whether its layers pass no keywords on to their attention
 
     def forward(self, *args, memory_mask: Tensor | None = None, **kwargs):
-        """As the own forward, with the same shapes; ValueError for a cache or mask of another kind. What differs:
+        """As the own forward, with the same shapes; ValueError for a cache or mask of another kind.
+        What differs:
 
         Args:
-            cache: an [`InfiniCache`] (`past_key_values` is its old name); made if `use_cache` is set and none is given.
-                Gradients go through it from call to call, also with gradient checkpointing (`use_reentrant=False`), which
-                layers with their own attention do without a cache.
+            cache: an [`InfiniCache`] (`past_key_values` is its old name); made if `use_cache` is
+                set and none is given. Gradients go through it from call to call, also with gradient
+                checkpointing (`use_reentrant=False`), which layers with their own attention do
+                without a cache.
             use_cache: `None`: as the configuration says, but not in training.
-            attention_mask: `[batch, tokens]` or `[batch, past + tokens]`, 1 = real; padding is in no segment and no memory.
-            position_ids: `[batch, tokens]`; where they go back, a new document begins with an empty memory. `None`: counted.
-            memory_mask: `[batch, tokens]` of this call, 0 = the token is seen inside the window but not written into the
-                memory. With `mask_special_tokens`, special ones among input_ids are left out as well.
+            attention_mask: `[batch, tokens]` or `[batch, past + tokens]`, 1 = real; padding is in
+                no segment and no memory.
+            position_ids: `[batch, tokens]`; where they go back, a new document begins with an empty
+                memory. `None`: counted.
+            memory_mask: `[batch, tokens]` of this call, 0 = the token is seen inside the window but
+                not written into the memory. With `mask_special_tokens`, special ones among
+                input_ids are left out as well.
         """
         given = dict(zip(self.argument_names, args, strict=False)) | kwargs
         given = with_one_name(given, CACHE) if OTHER_NAME in given else given
-        ids, positions, use_cache = given.get("input_ids"), given.get("position_ids"), given.get("use_cache")
+        ids, positions, use_cache = (
+            given.get("input_ids"),
+            given.get("position_ids"),
+            given.get("use_cache"),
+        )
         tokens = tokens_of(ids, given.get("inputs_embeds"))
-        masks = {"attention_mask": given.get("attention_mask"), "position_ids": positions, "memory_mask": memory_mask}
+        masks = {
+            "attention_mask": given.get("attention_mask"),
+            "position_ids": positions,
+            "memory_mask": memory_mask,
+        }
         tables = self.rotary_tables(self.config.places, device=tokens.device)
         call = given.get(CACHE), use_cache, given.get("output_attentions")
         infini, cache, use_cache = begin_call(self, ids, tokens, tables, *call, **masks)
@@ -145,38 +173,51 @@ class InfiniModelMixin(ModelBase):
         output = super().forward(**given)
         if cache is not None and infini.cache is not None:
             cache.advance(infini.cache, ids, tokens.shape[1])
-            if use_cache and not isinstance(output, tuple):  # the own forward drops it in training with checkpoints
+            # the own forward drops it in training with checkpoints
+            if use_cache and not isinstance(output, tuple):
                 setattr(output, CACHE, cache)
         return output
 
     def set_positions(self) -> None:
         """Changes what the own model has of positions, where the configuration says so."""
 
-    def own_positions(self, layout: Layout, position_ids: Tensor | None, cache: InfiniCache | None) -> Tensor:
+    def own_positions(
+        self, layout: Layout, position_ids: Tensor | None, cache: InfiniCache | None
+    ) -> Tensor:
         """The positions that the own forward is given: layers without a memory see them."""
         return counted_positions(layout, cache) if position_ids is None else position_ids
 
     def rotary_tables(
         self, places: int, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> dict[str | None, tuple[Tensor, ...]]:
-        """The position embeddings of so many places, `[places, width]` each (one, if they are complex numbers), by the type
-        of layer where that matters; empty without rotary positions. `dtype`, `device`: `None` for the model's."""
+        """The position embeddings of so many places, `[places, width]` each (one, if they are
+        complex numbers), by the type of layer where that matters; empty without rotary positions.
+        `dtype`, `device`: `None` for the model's."""
         rotary = getattr(self, "rotary_emb", None)
         if rotary is None:
             return {}
         device = device_of(self.get_input_embeddings()) if device is None else device
-        given = (torch.empty(1, 1, 1, device=device, dtype=dtype or self.dtype), torch.arange(places, device=device)[None])
+        given = (
+            torch.empty(1, 1, 1, device=device, dtype=dtype or self.dtype),
+            torch.arange(places, device=device)[None],
+        )
         kinds: list[str | None] = [None]
         if self.turns_by_layer_type:
             kinds = sorted({self.config.layer_types[layer] for layer in self.config.infini_layers})
         found = {kind: rotary(*given) if kind is None else rotary(*given, kind) for kind in kinds}
-        return {k: (t[0],) if isinstance(t, Tensor) else tuple(table[0] for table in t) for k, t in found.items()}
+        return {
+            k: (t[0],) if isinstance(t, Tensor) else tuple(table[0] for table in t)
+            for k, t in found.items()
+        }
 
     def _masks(self, layout: Layout, cache: InfiniCache | None):
-        """The masks of the layers with their own attention, as the own forward takes them ready-made. Where no such layer is
-        left it is of one number, so that nobody makes one that grows with the text."""
+        """The masks of the layers with their own attention, as the own forward takes them
+        ready-made. Where no such layer is left it is of one number, so that nobody makes one that
+        grows with the text."""
         kinds = layer_kinds(self.config)
-        masks: Any = dict.fromkeys(kinds, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=layout.positions.device))
+        masks: Any = dict.fromkeys(
+            kinds, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=layout.positions.device)
+        )
         if len(self.config.infini_layers) < len(kinds):
             # GPT-2 would take positions that begin again in each segment for documents
             written_out = getattr(self.config, "position_encoding", None) == "segment"
@@ -185,7 +226,8 @@ class InfiniModelMixin(ModelBase):
 
 
 def with_signature(own: Callable, forward: Callable) -> Callable:
-    """A mixin's `forward` that shows the `own` one's signature, by which others choose what they pass to a model."""
+    """A mixin's `forward` that shows the `own` one's signature, by which others choose what they
+    pass to a model."""
     return functools.wraps(own)(lambda *args, **kwargs: forward(*args, **kwargs))
 
 
@@ -198,10 +240,17 @@ def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
 
 
 def memory_mask_of(config, input_ids: Tensor | None, memory_mask: Tensor | None) -> Tensor | None:
-    """Which tokens `[batch, tokens]` a memory takes in: those of the mask that are not special by their ids; `None`: all."""
+    """Which tokens `[batch, tokens]` a memory takes in: those of the mask that are not special by
+    their ids; `None`: all."""
     ids = set()
     for special in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
-        ids |= set() if special is None else set(special) if isinstance(special, (list, tuple)) else {special}
+        ids |= (
+            set()
+            if special is None
+            else set(special)
+            if isinstance(special, (list, tuple))
+            else {special}
+        )
     if not config.mask_special_tokens or not ids or input_ids is None:
         return memory_mask
     # One comparison for each: a tensor of the ids would wait for the device
@@ -210,28 +259,41 @@ def memory_mask_of(config, input_ids: Tensor | None, memory_mask: Tensor | None)
 
 
 def begin_call(
-    model, ids, given: Tensor, rotary: dict, cache, use_cache: bool | None, output_attentions: bool | None, **masks
+    model,
+    ids,
+    given: Tensor,
+    rotary: dict,
+    cache,
+    use_cache: bool | None,
+    output_attentions: bool | None,
+    **masks,
 ) -> tuple[SharedInputs, InfiniCache | None, bool]:
-    """What the layers of a model's call share; the call's cache; and whether it is among the outputs. ValueError where cache
-    or mask do not go on from what was read. `given`: the ids, or the embeddings `[batch, tokens, width]`; `use_cache`,
-    `output_attentions`: `None` is as the configuration says, but no cache in training; `masks`: as [`segment_layout`] takes
-    them, but the attention mask may also cover the past."""
+    """What the layers of a model's call share; the call's cache; and whether it is among the
+    outputs. ValueError where cache or mask do not go on from what was read. `given`: the ids, or
+    the embeddings `[batch, tokens, width]`; `use_cache`, `output_attentions`: `None` is as the
+    configuration says, but no cache in training; `masks`: as [`segment_layout`] takes them, but the
+    attention mask may also cover the past."""
     batch, tokens = given.shape[:2]
     if use_cache is None:
         use_cache = model.config.use_cache and not model.training
     if cache is not None and not isinstance(cache, InfiniCache):  # of this copy of the code
         raise ValueError(
-            f"{CACHE} must be an InfiniCache of {InfiniCache.__module__}, and this {type(cache).__name__} is of "
-            f"{type(cache).__module__}: leave it out with use_cache=True, or pass InfiniCache(model.config)."
+            f"{CACHE} must be an InfiniCache of {InfiniCache.__module__}, and this "
+            f"{type(cache).__name__} is of {type(cache).__module__}: leave it out with "
+            "use_cache=True, or pass InfiniCache(model.config)."
         )
     if cache is None:
         cache = InfiniCache(model.config) if use_cache else None
     elif not torch.compiler.is_compiling():  # a graph would be one for each number of columns
         cache.check_finished()
-    if cache is not None and cache.state is not None and batch != (rows := len(cache.state.tokens_seen)):
+    if (
+        cache is not None
+        and cache.state is not None
+        and batch != (rows := len(cache.state.tokens_seen))
+    ):
         raise ValueError(
-            f"this call has {batch} rows and the cache {rows}: repeat the cache's rows with batch_repeat_interleave, or "
-            "choose among them with batch_select_indices."
+            f"this call has {batch} rows and the cache {rows}: repeat the cache's rows with "
+            "batch_repeat_interleave, or choose among them with batch_select_indices."
         )
     check_shapes(batch, tokens, None, masks["memory_mask"], None)
     masks["memory_mask"] = memory_mask_of(model.config, ids, masks["memory_mask"])
@@ -240,7 +302,10 @@ def begin_call(
     if exchange is not None:
         exchange.begin(batch, tokens, given.device, masks)
     of_call = None if cache is None else cache.for_call()
-    masks |= {"device": given.device, "completes_segments": cache is None or cache.completes_segments}
+    masks |= {
+        "device": given.device,
+        "completes_segments": cache is None or cache.completes_segments,
+    }
     layouts = {}
     for window, layer in first_layers(model.config.windows).items():
         state = None if cache is None else cache.state_before(layer)
@@ -250,17 +315,23 @@ def begin_call(
     return SharedInputs(layouts, of_call, rotary, weights, exchange), cache, use_cache
 
 
-def mask_of_call(attention_mask: Tensor | None, batch: int, tokens: int, cache: InfiniCache | None) -> Tensor | None:
-    """The part of the mask that covers this call's tokens, without the past that `generate` passes as well. ValueError for
-    another shape, or a past that the cache has not read."""
+def mask_of_call(
+    attention_mask: Tensor | None, batch: int, tokens: int, cache: InfiniCache | None
+) -> Tensor | None:
+    """The part of the mask that covers this call's tokens, without the past that `generate` passes
+    as well. ValueError for another shape, or a past that the cache has not read."""
     if attention_mask is None:
         return None
     past = 0 if cache is None else cache.get_seq_length()
     widths = (tokens, past + tokens)
-    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in widths:
+    if (
+        attention_mask.dim() != 2
+        or attention_mask.shape[0] != batch
+        or attention_mask.shape[1] not in widths
+    ):
         raise ValueError(
-            f"attention_mask must be [batch, tokens] = [{batch}, {tokens}], or [{batch}, {past + tokens}] with the tokens "
-            f"before; got {list(attention_mask.shape)}."
+            f"attention_mask must be [batch, tokens] = [{batch}, {tokens}], or [{batch}, "
+            f"{past + tokens}] with the tokens before; got {list(attention_mask.shape)}."
         )
     if cache is not None and past and attention_mask.shape[1] != tokens:
         cache.check_past(attention_mask[:, :past])
@@ -268,7 +339,8 @@ def mask_of_call(attention_mask: Tensor | None, batch: int, tokens: int, cache: 
 
 
 def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
-    """`[batch or 1, tokens]`: positions that continue from the last one, as those of earlier calls may have gaps."""
+    """`[batch or 1, tokens]`: positions that continue from the last one, as those of earlier calls
+    may have gaps."""
     state = None if cache is None else cache.state
     if state is None:
         return layout.positions
@@ -276,14 +348,19 @@ def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
 
 
 def check_positions(positions: Tensor, limit: int, remedy: str, counted: bool) -> None:
-    """ValueError (RuntimeError in a graph) for positions `[batch, tokens]` beyond an embedding of `limit` rows. `counted`:
-    from 0 on, so that nothing is read where there are no more than the limit."""
+    """ValueError (RuntimeError in a graph) for positions `[batch, tokens]` beyond an embedding of
+    `limit` rows. `counted`: from 0 on, so that nothing is read where there are no more than the
+    limit."""
     if counted and positions.shape[1] <= limit:
         return
     if torch.compiler.is_compiling():
-        torch._assert_async((positions < limit).all(), f"a position is beyond this model's {limit} learned positions")
+        torch._assert_async(
+            (positions < limit).all(),
+            f"a position is beyond this model's {limit} learned positions",
+        )
     elif (furthest := int(positions.max())) >= limit:
         raise ValueError(
-            f"position {furthest} is beyond this model's {limit} learned positions (n_positions). For texts of any length "
-            f"{remedy} with another position_encoding; or shorten the input."
+            f"position {furthest} is beyond this model's {limit} learned positions (n_positions). "
+            f"For texts of any length {remedy} with another position_encoding; or shorten the "
+            "input."
         )

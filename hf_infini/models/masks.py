@@ -1,5 +1,6 @@
-"""The masks of the layers that keep their own attention beside those with a memory. Those of transformers know documents in
-one call without padding, and these also documents that go on from a cache."""
+"""The masks of the layers that keep their own attention beside those with a memory. Those of
+transformers know documents in one call without padding, and these also documents that go on from a
+cache."""
 
 import torch
 from torch import Tensor
@@ -13,16 +14,23 @@ from ..options import layer_kinds
 def kept_layers_masks(
     config, layout: Layout, cache: InfiniCache | None, dtype: torch.dtype, written_out: bool
 ) -> dict[str, Tensor | None]:
-    """The masks of the layers without a memory, by the type of layer: `[batch or 1, 1, tokens, keys]`, in the form that the
-    model's attention implementation takes (of `dtype`, if they are added to scores); `None` where the kernel's own causal
-    mask says the same, unless they must be `written_out`. The cache gets the documents of its columns and of the call's."""
+    """The masks of the layers without a memory, by the type of layer: `[batch or 1, 1, tokens,
+    keys]`, in the form that the model's attention implementation takes (of `dtype`, if they are
+    added to scores); `None` where the kernel's own causal mask says the same, unless they must be
+    `written_out`. The cache gets the documents of its columns and of the call's."""
     tokens, device = layout.positions.shape[1], layout.tokens_seen.device
     past = 0 if cache is None else cache.get_seq_length()
-    documents = _documents(layout, tokens, past, None if cache is None else cache.text.get("documents"))
+    documents = _documents(
+        layout, tokens, past, None if cache is None else cache.text.get("documents")
+    )
     if cache is not None and documents is not None:
         cache.text["documents"] = documents
     kinds = layer_kinds(config)
-    first = {kinds[layer]: layer for layer in reversed(range(len(kinds))) if layer not in config.infini_layers}
+    first = {
+        kinds[layer]: layer
+        for layer in reversed(range(len(kinds)))
+        if layer not in config.infini_layers
+    }
     eager = config._attn_implementation == "eager"
     masks: dict[str, Tensor | None] = {}
     written_out |= eager or documents is not None or past > 0 and tokens > 1
@@ -34,7 +42,8 @@ def kept_layers_masks(
     columns = torch.arange(past + tokens, device=device)
     queries = columns[past:, None]
     visible, numbers = columns <= queries, columns
-    if documents is not None:  # padding sees itself, because a row of the softmax needs something to see
+    # padding sees itself, because a row of the softmax needs something to see
+    if documents is not None:
         visible = visible & (documents[:, past:, None] == documents[:, None]) | (columns == queries)
         numbers = _numbers(documents)
     for kind, layer in first.items():
@@ -49,17 +58,21 @@ def kept_layers_masks(
             mask = mask[..., offset : offset + keys]
         mask = mask.reshape(-1, 1, *mask.shape[-2:])
         if eager:
-            mask = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, torch.finfo(dtype).min)
+            mask = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(
+                ~mask, torch.finfo(dtype).min
+            )
         masks[kind] = mask
     return masks
 
 
 def _documents(layout: Layout, tokens: int, past: int, documents: Tensor | None) -> Tensor | None:
-    """`[batch, past + tokens]`: each column's document, −1 for padding; `None`: all are one. `documents`: of the past."""
+    """`[batch, past + tokens]`: each column's document, −1 for padding; `None`: all are one.
+    `documents`: of the past."""
     real, restart, batch = layout.real, layout.restart, len(layout.tokens_seen)
     if documents is None and real is None:
         return None
-    old = layout.tokens_seen.new_zeros(batch, past) if documents is None else documents[:, :past]  # a call may have failed
+    # a call may have failed
+    old = layout.tokens_seen.new_zeros(batch, past) if documents is None else documents[:, :past]
     current = old.amax(1, keepdim=True).clamp(min=0) if past else old.new_zeros(batch, 1)
     new = current.expand(batch, tokens) if restart is None else current + restart.cumsum(1)
     return torch.cat([old, new if real is None else torch.where(real, new, -1)], 1)

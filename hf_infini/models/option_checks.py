@@ -14,7 +14,8 @@ from ..options import MemoryOptions, check_number
 
 
 def checked(config_class: type) -> type:
-    """Decorator of a configuration: what its types and validators refuse is a ValueError of one line."""
+    """Decorator of a configuration: what its types and validators refuse is a ValueError of one
+    line."""
     config_class = strict(config_class)
     init = config_class.__init__
 
@@ -23,7 +24,8 @@ def checked(config_class: type) -> type:
         try:
             init(self, *args, **kwargs)
         except StrictDataclassError as error:
-            reason = str(error.__cause__).partition(" Errors:")[0]  # without a union's, one for each of its types
+            # without a union's, one for each of its types
+            reason = str(error.__cause__).partition(" Errors:")[0]
             raise ValueError(" ".join(reason.split())) from None
 
     config_class.__init__ = with_one_error
@@ -31,21 +33,28 @@ def checked(config_class: type) -> type:
 
 
 class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
-    """What a configuration with the options of a memory has beyond its own base class, which comes after it."""
+    """What a configuration with the options of a memory has beyond its own base class, which comes
+    after it."""
 
     own_class: ClassVar[type[PreTrainedConfig]] = PreTrainedConfig  # of the model without a memory
-    has_no_defaults_at_init = True  # transformers 5.17 would otherwise build one without options to compare with
+    # transformers 5.17 would otherwise build one without options to compare with
+    has_no_defaults_at_init = True
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As usual, but options in `kwargs` count before the check. A plain model's configuration stays one where no
-        `segment_length` is given: PEFT asks the class of a patched model for the vocabulary of its checkpoint."""
+        """As usual, but options in `kwargs` count before the check. A plain model's configuration
+        stays one where no `segment_length` is given: PEFT asks the class of a patched model for the
+        vocabulary of its checkpoint."""
         kind = config_dict.get("model_type", cls.model_type)
         if kind == cls.own_class.model_type and "segment_length" not in kwargs:
             return cls.own_class.from_dict(config_dict, **kwargs)
-        options = (cls.__dataclass_fields__.keys() | cls.attribute_map.keys()) - PreTrainedConfig.__dataclass_fields__.keys()
+        options = (
+            cls.__dataclass_fields__.keys() | cls.attribute_map.keys()
+        ) - PreTrainedConfig.__dataclass_fields__.keys()
         given = {name: kwargs.pop(name) for name in options & kwargs.keys()}
-        values = {name: value for name, value in config_dict.items() if name != "model_type"} | given
+        values = {
+            name: value for name, value in config_dict.items() if name != "model_type"
+        } | given
         found = super().from_dict(values, **kwargs)
         if kind == cls.own_class.model_type:  # its model compares the layers once they are loaded
             (found[0] if isinstance(found, tuple) else found).__dict__["_from_other_type"] = True
@@ -53,14 +62,22 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
 
     @classmethod
     def own_options(cls) -> list[str]:
-        return [name for name in cls.__dataclass_fields__ if name not in cls.own_class.__dataclass_fields__]
+        return [
+            name
+            for name in cls.__dataclass_fields__
+            if name not in cls.own_class.__dataclass_fields__
+        ]
 
     def validate_memory_options(self):
         """Also that no token is weighed twice: a rule with parameters learns its own rates."""
-        if self.has_memory and self.memory_write == "learned" and RULES[self.update_rule].parameters(1, 1):
+        if (
+            self.has_memory
+            and self.memory_write == "learned"
+            and RULES[self.update_rule].parameters(1, 1)
+        ):
             raise ValueError(
-                f"update_rule={self.update_rule!r} does not go with memory_write='learned': it already learns a weight of "
-                "each token."
+                f"update_rule={self.update_rule!r} does not go with memory_write='learned': it "
+                "already learns a weight of each token."
             )
         super().validate_memory_options()
 
@@ -68,7 +85,10 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
         """Checks numbers before anything is computed of them, and that no option is ignored."""
         for name in {"denominator", "memory_init", "n_segments"} & kwargs.keys():
             if kwargs[name] not in (None, "separate", "zeros"):
-                raise ValueError(f"{name}={kwargs[name]!r} was an option of an earlier version: train without it.")
+                raise ValueError(
+                    f"{name}={kwargs[name]!r} was an option of an earlier version: "
+                    "train without it."
+                )
         for entry in dataclasses.fields(self):
             check_number(entry.name, getattr(self, entry.name), entry.metadata)
         super().__post_init__(**kwargs)

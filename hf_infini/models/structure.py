@@ -1,4 +1,5 @@
-"""Where a decoder of transformers has what is swapped: its base model, and the attention of each layer."""
+"""Where a decoder of transformers has what is swapped: its base model, and the attention of each
+layer."""
 
 from typing import Any
 
@@ -13,7 +14,8 @@ def inside_of(model):
 
 
 def decoder_of(model: nn.Module) -> Any:
-    """The base model in a model with a head or in PEFT's wrapper, or the model itself. (Of Llama 4, `base_model` is not.)"""
+    """The base model in a model with a head or in PEFT's wrapper, or the model itself. (Of Llama 4,
+    `base_model` is not.)"""
     inside = inside_of(model)
     return getattr(inside, "model", getattr(inside, "base_model", inside))
 
@@ -24,14 +26,18 @@ def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
 
 
 def decoder_layers(base: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
-    """A decoder's layers, each with its attention module, in order; ValueError where it has not one in each."""
+    """A decoder's layers, each with its attention module, in order; ValueError where it has not one
+    in each."""
     count = base.config.num_hidden_layers
     for layers in base.children():
         if isinstance(layers, nn.ModuleList) and len(layers) == count:
-            found = [[m for m in layer.children() if type(m).__name__.endswith("Attention")] for layer in layers]
+            found = [
+                [m for m in layer.children() if type(m).__name__.endswith("Attention")]
+                for layer in layers
+            ]
             if all(len(modules) == 1 for modules in found):
                 return [(layer, modules[0]) for layer, modules in zip(layers, found, strict=True)]
     raise ValueError(
-        f"a {type(base).__name__} cannot have Infini-attention: it is not made of {count} decoder layers with one attention "
-        "module each."
+        f"a {type(base).__name__} cannot have Infini-attention: it is not made of {count} decoder "
+        "layers with one attention module each."
     )

@@ -1,4 +1,5 @@
-"""What is refused before anything is computed: arguments that do not fit together, each by name, with what is allowed."""
+"""What is refused before anything is computed: arguments that do not fit together, each by name,
+with what is allowed."""
 
 from collections.abc import Sequence
 
@@ -7,31 +8,43 @@ from torch import Tensor
 
 from ..options import check_number, places_of
 
-LIMITS = {"scaling": {}, "softcap": {"greater_than": 0}, "dropout": {"at_least": 0, "below": 1}, "eps": {"at_least": 0}}
+LIMITS = {
+    "scaling": {},
+    "softcap": {"greater_than": 0},
+    "dropout": {"at_least": 0, "below": 1},
+    "eps": {"at_least": 0},
+}
 
 
-def check_arguments(query, key, value, gate, log_weight, learned_score, rule, window, rotary, **numbers) -> None:
-    """ValueError unless these arguments of [`infini_attention`] fit each other, and `numbers` are within [`LIMITS`]."""
+def check_arguments(
+    query, key, value, gate, log_weight, learned_score, rule, window, rotary, **numbers
+) -> None:
+    """ValueError unless these arguments of [`infini_attention`] fit each other, and `numbers` are
+    within [`LIMITS`]."""
     check_window(*window, rotary=rotary)
     for name, number in numbers.items():
         check_number(name, number, LIMITS[name])
     shapes = [list(tensor.shape) for tensor in (query, key, value)]
     if {*map(len, shapes)} != {4} or 0 in shapes[0]:
         raise ValueError(
-            "query, key and value must be [batch, heads, tokens, head_dim] with a row and a token at least, got "
-            f"{', '.join(map(str, shapes))}."
+            "query, key and value must be [batch, heads, tokens, head_dim] with a row and a token "
+            f"at least, got {', '.join(map(str, shapes))}."
         )
     (batch, heads, tokens, head_dim), kv_heads = query.shape, key.shape[1]
     dtypes = [tensor.dtype for tensor in (query, key, value)]
     same = len({*dtypes}) == 1 or torch.is_autocast_enabled(query.device.type)
     if not same or not all(dtype.is_floating_point for dtype in dtypes):
-        raise ValueError(f"query, key and value must be of one floating-point dtype, got {', '.join(map(str, dtypes))}.")
+        raise ValueError(
+            "query, key and value must be of one floating-point dtype, got "
+            f"{', '.join(map(str, dtypes))}."
+        )
     if heads % kv_heads:
         raise ValueError(f"the {kv_heads} key/value heads must divide the {heads} query heads.")
     if (learned_score is None) == (window[3] > 0 and rule.keep_score != "attention"):
         raise ValueError(
-            "learned_score goes with kept_tokens and a keep_score of 'learned' or 'half', and with nothing else; got "
-            f"{'none' if learned_score is None else 'one'} with kept_tokens={window[3]} and keep_score={rule.keep_score!r}."
+            "learned_score goes with kept_tokens and a keep_score of 'learned' or 'half', and "
+            f"with nothing else; got {'none' if learned_score is None else 'one'} with "
+            f"kept_tokens={window[3]} and keep_score={rule.keep_score!r}."
         )
     for name, tensor, wanted in (
         ("key", key, (batch, kv_heads, tokens, head_dim)),
@@ -41,47 +54,78 @@ def check_arguments(query, key, value, gate, log_weight, learned_score, rule, wi
         ("learned_score", learned_score, (batch, kv_heads, tokens)),
     ):
         if tensor is not None and tensor.shape != wanted:
-            raise ValueError(f"{name} must be {list(wanted)} beside this query, got {list(tensor.shape)}.")
+            raise ValueError(
+                f"{name} must be {list(wanted)} beside this query, got {list(tensor.shape)}."
+            )
 
 
 def check_window(
-    segment_length: int, local_segments: int, sink_tokens: int, kept_tokens: int = 0, rotary: Sequence[Tensor] | None = None
+    segment_length: int,
+    local_segments: int,
+    sink_tokens: int,
+    kept_tokens: int = 0,
+    rotary: Sequence[Tensor] | None = None,
 ) -> None:
-    """ValueError unless there can be such segments, sinks and kept tokens, with these rotary positions."""
-    if segment_length < 1 or local_segments < 0 or not 0 <= sink_tokens < segment_length or kept_tokens < 0:
+    """ValueError unless there can be such segments, sinks and kept tokens, with these rotary
+    positions."""
+    if (
+        segment_length < 1
+        or local_segments < 0
+        or not 0 <= sink_tokens < segment_length
+        or kept_tokens < 0
+    ):
         raise ValueError(
-            f"segment_length must be ≥ 1, local_segments ≥ 0, sink_tokens from 0 to segment_length - 1 and kept_tokens ≥ 0, "
-            f"got {segment_length}, {local_segments}, {sink_tokens} and {kept_tokens}."
+            "segment_length must be ≥ 1, local_segments ≥ 0, sink_tokens from 0 to segment_length "
+            f"- 1 and kept_tokens ≥ 0, got {segment_length}, {local_segments}, {sink_tokens} and "
+            f"{kept_tokens}."
         )
     places = places_of(segment_length, local_segments, sink_tokens, kept_tokens)
     if rotary is not None and any(len(table) != places for table in rotary):
-        raise ValueError(f"rotary has {len(rotary[0])} places, and a window of these segments and sinks has {places}.")
+        raise ValueError(
+            f"rotary has {len(rotary[0])} places, and a window of these segments and "
+            f"sinks has {places}."
+        )
 
 
 def check_shapes(
-    batch: int, tokens: int, attention_mask: Tensor | None, memory_mask: Tensor | None, position_ids: Tensor | None
+    batch: int,
+    tokens: int,
+    attention_mask: Tensor | None,
+    memory_mask: Tensor | None,
+    position_ids: Tensor | None,
 ) -> None:
     """ValueError unless these are `[batch, tokens]`, positions perhaps `[1, tokens]`, or `None`."""
-    given = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
+    given = {
+        "attention_mask": attention_mask,
+        "memory_mask": memory_mask,
+        "position_ids": position_ids,
+    }
     for name, part in given.items():
         if part is None:
             continue
         whole = name != "position_ids" or not (part.is_floating_point() or part.is_complex())
-        if not whole or part.shape != (batch, tokens) and (name != "position_ids" or part.shape != (1, tokens)):
+        if (
+            not whole
+            or part.shape != (batch, tokens)
+            and (name != "position_ids" or part.shape != (1, tokens))
+        ):
             raise ValueError(
-                f"{name} must be [batch, tokens] = [{batch}, {tokens}], got {list(part.shape)} of {part.dtype}; positions "
-                "are whole numbers. With a state it covers only the new tokens."
+                f"{name} must be [batch, tokens] = [{batch}, {tokens}], got {list(part.shape)} of "
+                f"{part.dtype}; positions are whole numbers. With a state it covers only the new "
+                "tokens."
             )
 
 
 def bool_mask(name: str, mask: Tensor | None, read_back: bool) -> Tensor | None:
-    """A mask of 0 and 1 as bool; read_back: whether its values may be read back from the device now."""
+    """A mask of 0 and 1 as bool; read_back: whether its values may be read back from the device
+    now."""
     if mask is None or mask.dtype == torch.bool:
         return mask
     wrong = ((mask != 0) & (mask != 1)).any()
     message = (
-        f"{name} must hold 1 for tokens that count and 0 for those that do not; this one of dtype {mask.dtype} has other "
-        "values. A mask that is added to scores (0 and -inf) is not taken: pass mask == 0."
+        f"{name} must hold 1 for tokens that count and 0 for those that do not; this one of dtype "
+        f"{mask.dtype} has other values. A mask that is added to scores (0 and -inf) is not "
+        "taken: pass mask == 0."
     )
     if not read_back:
         torch._assert_async(~wrong, message)

@@ -1,14 +1,17 @@
-"""Kept tokens: of those that have left the window, the K with the highest scores stay visible to the softmax, word for word,
-and all others are written into the memory, each once, in the order of their positions; for each key/value head.
+"""Kept tokens: of those that have left the window, the K with the highest scores stay visible to
+the softmax, word for word, and all others are written into the memory, each once, in the order of
+their positions; for each key/value head.
 
-A score is known when its token leaves the window and then stays, and depends on nothing that is kept. So what is kept after
-any segment are the best of all that had left by then, whether they came in one call or in many: the choices of many segments
-are made at once, before any attention to kept tokens is computed. Ties go to the earlier token. A choice has no gradient.
-Sums of attention in another order differ by some 10⁻⁷ (float32): of two tokens as close as that either may be kept.
+A score is known when its token leaves the window and then stays, and depends on nothing that is
+kept. So what is kept after any segment are the best of all that had left by then, whether they came
+in one call or in many: the choices of many segments are made at once, before any attention to kept
+tokens is computed. Ties go to the earlier token. A choice has no gradient. Sums of attention in
+another order differ by some 10⁻⁷ (float32): of two tokens as close as that either may be kept.
 
-Shapes: `B` batch, `K` key/value heads, `N` segments, `C` slots of one, `R` scores of a token. What is kept has as many
-*places* as the option says, right-aligned, in the order of positions. The *rows* among which is chosen are what was kept
-before, and then the tokens of the segments that leave the window: `[B, K, places + N · C, …]`.
+Shapes: `B` batch, `K` key/value heads, `N` segments, `C` slots of one, `R` scores of a token. What
+is kept has as many *places* as the option says, right-aligned, in the order of positions. The
+*rows* among which is chosen are what was kept before, and then the tokens of the segments that
+leave the window: `[B, K, places + N · C, …]`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,16 +25,20 @@ from .memory import KEEP_SCORES
 from .state import AttentionCall, InfiniState, Projections
 from .window import ScoreOptions, masked_scores
 
-FADE = 2  # a token that is this times the kept tokens older must have received e times the attention
+# a token that is this times the kept tokens older must have received e times the attention
+FADE = 2
 LEAST = torch.finfo(torch.float32).tiny  # of attention, in the logarithm
-CHOICE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}  # rows times segments among which is chosen at a time
-# Of each segment that leaves, `[B, N]`, and of those that are read while they do, and after, `[B, N + 1]`
+# rows times segments among which is chosen at a time
+CHOICE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
+# Of each segment that leaves, `[B, N]`, and of those that are read while they do, and after, `[B, N
+# + 1]`
 Documents = tuple[Tensor, Tensor]
 
 
 class Kept(NamedTuple):
-    """Tokens of each row's document, `[B, K, tokens, …]` each, as in [`Projections`]; `position`: the number of the token in
-    its document, int64, `[B, K, tokens, 1]`; −1 where there is none, and the others mean nothing."""
+    """Tokens of each row's document, `[B, K, tokens, …]` each, as in [`Projections`]; `position`:
+    the number of the token in its document, int64, `[B, K, tokens, 1]`; −1 where there is none, and
+    the others mean nothing."""
 
     key: Tensor
     value: Any
@@ -44,7 +51,9 @@ class Kept(NamedTuple):
         """What a state keeps."""
         position: Any = state.kept_position
         places = slice(layout.sink_tokens, layout.ahead)
-        windows: Any = (None if window is None else window[:, :, places] for window in state.windows())
+        windows: Any = (
+            None if window is None else window[:, :, places] for window in state.windows()
+        )
         key, value, log_weight, score = windows
         return cls(key, value, log_weight, score.detach(), position.unsqueeze(-1))
 
@@ -53,7 +62,8 @@ class Kept(NamedTuple):
 
         def put(window, kept):
             sinks = window[:, :, : layout.sink_tokens]
-            sinks = torch.zeros_like(sinks) if window is state.local_score else sinks  # they need none
+            # they need none
+            sinks = torch.zeros_like(sinks) if window is state.local_score else sinks
             kept = kept.masked_fill(self.position < 0, 0).to(window.dtype)
             return torch.cat([sinks, kept, window[:, :, layout.ahead :]], 2)
 
@@ -62,36 +72,53 @@ class Kept(NamedTuple):
 
     def map(self, function: Callable[..., Tensor], *others: "Kept") -> "Kept":
         """`function(part, *of the others)` for each part that there is."""
-        parts: Any = (None if own is None else function(own, *rest) for own, *rest in zip(self, *others, strict=True))
+        parts: Any = (
+            None if own is None else function(own, *rest)
+            for own, *rest in zip(self, *others, strict=True)
+        )
         return Kept(*parts)
 
     def taken(self, index: Tensor) -> "Kept":
-        """The tokens at these indices, `[B, N, K, tokens, …]` each; `index`: `[B, N, K, tokens]`, −1 for none."""
+        """The tokens at these indices, `[B, N, K, tokens, …]` each; `index`: `[B, N, K, tokens]`,
+        −1 for none."""
         rows = row_numbers(index, self.position.shape[2])
-        found = self.map(lambda part: part.flatten(0, 2).index_select(0, rows).unflatten(0, index.shape))
+        found = self.map(
+            lambda part: part.flatten(0, 2).index_select(0, rows).unflatten(0, index.shape)
+        )
         return found._replace(position=found.position.masked_fill((index < 0).unsqueeze(-1), -1))
 
 
 def row_numbers(index: Tensor, count: int) -> Tensor:
-    """Of the rows at `index` `[B, …, K, tokens]` of `[B, K, count, …]`, the places in `[B · K · count, …]`; any for −1."""
+    """Of the rows at `index` `[B, …, K, tokens]` of `[B, K, count, …]`, the places in `[B · K ·
+    count, …]`; any for −1."""
     batch, heads = index.shape[0], index.shape[-2]
-    first = torch.arange(batch * heads, device=index.device).view(batch, *(1,) * (index.dim() - 3), heads, 1) * count
+    first = (
+        torch.arange(batch * heads, device=index.device).view(
+            batch, *(1,) * (index.dim() - 3), heads, 1
+        )
+        * count
+    )
     return (index.clamp(min=0) + first).flatten()
 
 
 def first_scores(keep_score: str, key: Tensor, learned: Tensor | None) -> Tensor:
-    """`[B, K, tokens, R]`, the scores of tokens that no query has seen, float32 or wider; `learned` `[B, K, tokens]`."""
+    """`[B, K, tokens, R]`, the scores of tokens that no query has seen, float32 or wider; `learned`
+    `[B, K, tokens]`."""
     zeros = key.new_zeros(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32))
     found: Any = [learned if name == "learned" else zeros for name in KEEP_SCORES[keep_score]]
     return torch.stack([score.to(zeros) for score in found], -1).detach()
 
 
 @torch.no_grad()
-def received_attention(query: Tensor, key: Tensor, mask: Tensor, asking: Tensor, softmax: ScoreOptions) -> Tensor:
-    """What each key receives of a softmax over all of them, without dropout: the sum over the queries, the mean over the
-    heads of its group, `[B, N, K, W]` in float32 or wider. query: `[B, N, H, C, D]`; key: `[B, N, K, W, D]`; mask: bool,
-    True = visible, `[B or 1, N, 1, C, W]`; asking: bool, which queries count, `[B, N, 1, C]`."""
-    query = query.unflatten(2, (key.shape[2], -1)).flatten(3, 4)  # [B, N, K, heads of a group · C, D]
+def received_attention(
+    query: Tensor, key: Tensor, mask: Tensor, asking: Tensor, softmax: ScoreOptions
+) -> Tensor:
+    """What each key receives of a softmax over all of them, without dropout: the sum over the
+    queries, the mean over the heads of its group, `[B, N, K, W]` in float32 or wider. query: `[B,
+    N, H, C, D]`; key: `[B, N, K, W, D]`; mask: bool, True = visible, `[B or 1, N, 1, C, W]`;
+    asking: bool, which queries count, `[B, N, 1, C]`."""
+    # [B, N, K, heads of a group · C, D]
+    query = query.unflatten(2, (key.shape[2], -1)).flatten(3, 4)
     group = query.shape[3] // asking.shape[-1]
     mask = mask.unsqueeze(-3).expand(*mask.shape[:-2], group, -1, -1).flatten(-3, -2)
     scores = masked_scores(query, key, mask, softmax)
@@ -100,36 +127,52 @@ def received_attention(query: Tensor, key: Tensor, mask: Tensor, asking: Tensor,
     return (asking.unsqueeze(-2) @ weights).squeeze(-2) / group
 
 
-def sinks_before_kept(sinks: Tensor, layout: GridLayout, softmax: ScoreOptions, begin: int, end: int) -> Tensor:
-    """Sinks `[B, N, K, S, D]` of segments `begin … end` as they are compared: turned right before the tokens that are kept
-    by then, for a window without a gap is that of a plain model."""
+def sinks_before_kept(
+    sinks: Tensor, layout: GridLayout, softmax: ScoreOptions, begin: int, end: int
+) -> Tensor:
+    """Sinks `[B, N, K, S, D]` of segments `begin … end` as they are compared: turned right before
+    the tokens that are kept by then, for a window without a gap is that of a plain model."""
     if softmax.rotary is None:
         return sinks
     kept = layout.left[:, begin:end].clamp(max=layout.kept_tokens)
-    places = (layout.kept_tokens - kept).unsqueeze(-1) + torch.arange(sinks.shape[3], device=kept.device)  # [B, N, S]
+    # [B, N, S]
+    places = (layout.kept_tokens - kept).unsqueeze(-1) + torch.arange(
+        sinks.shape[3], device=kept.device
+    )
     return softmax.compared(sinks.flatten(0, 1), places.flatten(0, 1)).unflatten(0, sinks.shape[:2])
 
 
 def final_scores(keep_score: str, leaving: Kept, layout: Layout) -> Tensor:
-    """The scores of tokens that leave, `[B, N, K, C, R]`. Of attention, the logarithm of the mean over the queries that have
-    seen the token in the window, plus its position in units of [`FADE`] times the kept tokens: without the position ever
-    more places would go to a few tokens of long ago."""
+    """The scores of tokens that leave, `[B, N, K, C, R]`. Of attention, the logarithm of the mean
+    over the queries that have seen the token in the window, plus its position in units of [`FADE`]
+    times the kept tokens: without the position ever more places would go to a few tokens of long
+    ago."""
     scores = leaving.score
     if "attention" not in KEEP_SCORES[keep_score]:
         return scores
     slots = torch.arange(scores.shape[3], device=scores.device)
-    queries = ((layout.local_segments + 1) * layout.segment_length - slots).to(scores.dtype).unsqueeze(-1)
+    queries = (
+        ((layout.local_segments + 1) * layout.segment_length - slots).to(scores.dtype).unsqueeze(-1)
+    )
     mean = (scores[..., :1] / queries).clamp(min=LEAST).log()
-    return torch.cat([mean + leaving.position.to(scores.dtype) / (FADE * layout.kept_tokens), scores[..., 1:]], -1)
+    return torch.cat(
+        [mean + leaving.position.to(scores.dtype) / (FADE * layout.kept_tokens), scores[..., 1:]],
+        -1,
+    )
 
 
 class KeptInGrid:
-    """What is kept while a call goes through the groups of its grid: `kept`, before the group, and then after it; and
-    `scores` of the grid's tokens so far, `[B, w + segments, K, C, R]`, of which the first w segments are empty."""
+    """What is kept while a call goes through the groups of its grid: `kept`, before the group, and
+    then after it; and `scores` of the grid's tokens so far, `[B, w + segments, K, C, R]`, of which
+    the first w segments are empty."""
 
     def __init__(self, call: AttentionCall):
         layout, state, new = call.layout, call.state, call.tokens.score
-        self.layout, self.rule, self.sees = layout, call.rule, "attention" in KEEP_SCORES[call.rule.keep_score]
+        self.layout, self.rule, self.sees = (
+            layout,
+            call.rule,
+            "attention" in KEEP_SCORES[call.rule.keep_score],
+        )
         self.kept = Kept.of_state(state, layout)
         scores = layout.to_grid(new, state.local_score).detach().transpose(2, 3)
         self.scores = pad(scores, (0,) * 6 + (layout.local_segments, 0)).clone()
@@ -137,90 +180,142 @@ class KeptInGrid:
         self.asking = layout.to_grid(ones, None)[..., 0, 0]
 
     def see(self, compared: Any, begin: int, end: int, softmax: ScoreOptions) -> None:
-        """Adds what the tokens of these segments' windows receive, where that counts; `compared`: [`compared_window`]."""
+        """Adds what the tokens of these segments' windows receive, where that counts; `compared`:
+        [`compared_window`]."""
         if not self.sees:
             return
         query, key, mask = compared
-        received = received_attention(query, key, mask, self.asking[:, begin:end].unsqueeze(2), softmax)
-        received = received[..., self.layout.sink_tokens :].unflatten(-1, (-1, self.layout.slots)).movedim(3, 0)
+        received = received_attention(
+            query, key, mask, self.asking[:, begin:end].unsqueeze(2), softmax
+        )
+        received = (
+            received[..., self.layout.sink_tokens :]
+            .unflatten(-1, (-1, self.layout.slots))
+            .movedim(3, 0)
+        )
         for shift, of_segments in enumerate(received):
             self.scores[:, begin + shift : end + shift, ..., 0] += of_segments
 
     def choose(self, leaving: Sequence[Any], begin: int, end: int) -> tuple[Kept, Kept]:
-        """What segments `begin … end` see of what is kept, and evict: [`keep_best`]. `leaving`: keys, values and log weights
-        of the tokens that leave while they are read, `[B, N, K, C, …]` each. All that these have received is known."""
-        layout, scores, written = self.layout, self.scores[:, begin:end], self.layout.written[:, begin:end]
+        """What segments `begin … end` see of what is kept, and evict: [`keep_best`]. `leaving`:
+        keys, values and log weights of the tokens that leave while they are read, `[B, N, K, C, …]`
+        each. All that these have received is known."""
+        layout, scores, written = (
+            self.layout,
+            self.scores[:, begin:end],
+            self.layout.written[:, begin:end],
+        )
         documents = layout.documents(begin, end) if layout.packed else None
-        position = layout.delayed_numbers(begin, end)[:, :, None, :, None].expand_as(scores[..., :1])
+        position = layout.delayed_numbers(begin, end)[:, :, None, :, None].expand_as(
+            scores[..., :1]
+        )
         new = Kept(leaving[0], leaving[1], leaving[2], scores, position)
-        seen, self.kept, evicted = keep_best(self.kept, new, written, self.rule.keep_score, layout, documents)
+        seen, self.kept, evicted = keep_best(
+            self.kept, new, written, self.rule.keep_score, layout, documents
+        )
         return seen, evicted
 
     def scored(self, tokens: Projections, state: InfiniState) -> tuple[Projections, InfiniState]:
         """The call's tokens, and the state's window, with what they have received."""
         layout, window = self.layout, state.tensors()["local_score"].detach().clone()
         scores, end = self.scores[:, layout.local_segments :].transpose(2, 3), layout.carried_to
-        window[:, :, end - layout.carried : end] = scores.flatten(1, 2)[:, : layout.carried].transpose(1, 2)
+        window[:, :, end - layout.carried : end] = scores.flatten(1, 2)[
+            :, : layout.carried
+        ].transpose(1, 2)
         return tokens._replace(score=layout.from_grid(scores)), state.having(local_score=window)
 
 
 def choosable_segments(layout: GridLayout, key: Tensor) -> int:
     """Among how many segments' tokens is chosen at a time; `key`: `[B, …, K, tokens, D]`."""
-    limit = CHOICE_ELEMENTS.get(key.device.type, CHOICE_ELEMENTS["cuda"]) // (layout.batch * key.shape[-3])
+    limit = CHOICE_ELEMENTS.get(key.device.type, CHOICE_ELEMENTS["cuda"]) // (
+        layout.batch * key.shape[-3]
+    )
     return max(1, min(limit // layout.kept_tokens, int((limit / layout.slots) ** 0.5)))
 
 
 def with_kept(
-    keys: Tensor, values: Tensor, mask: Tensor, seen: Kept, layout: GridLayout, softmax: ScoreOptions
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    seen: Kept,
+    layout: GridLayout,
+    softmax: ScoreOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, as compared, values `[B, N, K, W, D]` and mask of windows, with kept tokens between sinks and segments."""
+    """Keys, as compared, values `[B, N, K, W, D]` and mask of windows, with kept tokens between
+    sinks and segments."""
     sinks, most = layout.sink_tokens, layout.most_kept
     if not most:
         return keys, values, mask
     seen = seen.map(lambda part: part[..., -most:, :])
     places = slice(layout.ahead - most, layout.ahead)
     pairs = (softmax.compared(seen.key, places), keys), (seen.value, values)
-    keys, values = (torch.cat([part[..., :sinks, :], kept, part[..., sinks:, :]], 3) for kept, part in pairs)
+    keys, values = (
+        torch.cat([part[..., :sinks, :], kept, part[..., sinks:, :]], 3) for kept, part in pairs
+    )
     filled = (seen.position[:, :, :1, None, :, 0] >= 0).expand(-1, -1, -1, mask.shape[3], -1)
     mask = mask.expand(filled.shape[0], -1, -1, -1, -1)
     return keys, values, torch.cat([mask[..., :sinks], filled, mask[..., sinks:]], -1)
 
 
 def keep_best(
-    kept: Kept, leaving: Kept, written: Tensor, keep_score: str, layout: Layout, documents: Documents | None = None
+    kept: Kept,
+    leaving: Kept,
+    written: Tensor,
+    keep_score: str,
+    layout: Layout,
+    documents: Documents | None = None,
 ) -> tuple[Kept, Kept, Kept]:
-    """What each segment sees of what is kept, `[B, N, K, places, …]`; what is kept after the last, `[B, K, places, …]`; and
-    what the memory takes in after each, `[B, N, K, C, …]`, the first and the last without scores.
-    `leaving`: the tokens of the segments that leave the window one after the other, `[B, N, K, C, …]` each, scores as in a
-    window; `written`, `documents`: as in [`choose`]."""
+    """What each segment sees of what is kept, `[B, N, K, places, …]`; what is kept after the last,
+    `[B, K, places, …]`; and what the memory takes in after each, `[B, N, K, C, …]`, the first and
+    the last without scores. `leaving`: the tokens of the segments that leave the window one after
+    the other, `[B, N, K, C, …]` each, scores as in a window; `written`, `documents`: as in
+    [`choose`]."""
     scores = final_scores(keep_score, leaving, layout)
-    rows = kept.map(lambda old, new: torch.cat([old, new.transpose(1, 2).flatten(2, 3)], 2), leaving._replace(score=scores))
+    rows = kept.map(
+        lambda old, new: torch.cat([old, new.transpose(1, 2).flatten(2, 3)], 2),
+        leaving._replace(score=scores),
+    )
     there, count = kept.position[:, 0, :, 0] >= 0, len(KEEP_SCORES[keep_score])
-    shares = [(layout.kept_tokens + number) // count for number in reversed(range(count))]  # the first gets the odd place
+    # the first gets the odd place
+    shares = [(layout.kept_tokens + number) // count for number in reversed(range(count))]
     best, evicted = choose(rows.score, there, written, shares, documents)
-    last, told = rows.taken(best[:, -1:]).map(lambda part: part.squeeze(1)), rows._replace(score=None)
+    last, told = (
+        rows.taken(best[:, -1:]).map(lambda part: part.squeeze(1)),
+        rows._replace(score=None),
+    )
     return told.taken(best[:, :-1]), last, told.taken(evicted)
 
 
 def choose(
-    scores: Tensor, there: Tensor, written: Tensor, shares: Sequence[int], documents: Documents | None
+    scores: Tensor,
+    there: Tensor,
+    written: Tensor,
+    shares: Sequence[int],
+    documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
-    """Which rows are kept when each of the segments is read, and after the last, `[B, N + 1, K, places]`; and which are
-    evicted after each, `[B, N, K, C]`; −1 for none. The work grows with the square of N. `scores`: of the rows, final, `[B,
-    K, places + N · C, R]`; `there`: `[B, places]` bool, in which places anything was kept before; `written`: `[B or 1, N,
-    C]` bool, which tokens there are to keep or evict; `shares`: places for each score; `documents`: `None`: one."""
+    """Which rows are kept when each of the segments is read, and after the last, `[B, N + 1, K,
+    places]`; and which are evicted after each, `[B, N, K, C]`; −1 for none. The work grows with the
+    square of N. `scores`: of the rows, final, `[B, K, places + N · C, R]`; `there`: `[B, places]`
+    bool, in which places anything was kept before; `written`: `[B or 1, N, C]` bool, which tokens
+    there are to keep or evict; `shares`: places for each score; `documents`: `None`: one."""
     (batch, heads), (segments, slots), places = scores.shape[:2], written.shape[1:], there.shape[1]
     numbers = torch.arange(segments, device=scores.device)[:, None, None]
-    # While which segment is read each row leaves the window: −1 before the first, `segments` where there is none
+    # While which segment is read each row leaves the window: −1 before the first, `segments` where
+    # there is none
     time = torch.where(written, numbers[:, 0], segments).flatten(1).expand(batch, -1)
     time = torch.cat([torch.where(there, -1, segments), time], 1).unsqueeze(1)
     known = [time]
     if documents is not None:
         of, reading = documents
-        known.append(torch.cat([reading[:, :1].expand(-1, places), of.repeat_interleave(slots, 1)], 1).unsqueeze(1))
+        known.append(
+            torch.cat(
+                [reading[:, :1].expand(-1, places), of.repeat_interleave(slots, 1)], 1
+            ).unsqueeze(1)
+        )
 
     def have_left(time: Tensor, of: Tensor | None = None) -> Tensor:
-        """`[B, N, K or 1, rows]`: of documents that nobody reads any more nothing is kept or evicted."""
+        """`[B, N, K or 1, rows]`: of documents that nobody reads any more nothing is kept or
+        evicted."""
         left = time.unsqueeze(1) <= numbers
         return left if of is None else left & (of.unsqueeze(1) == reading[:, 1:, None, None])
 
@@ -239,7 +334,10 @@ def choose(
 
 
 def rows_in_order(chosen: Tensor, size: int) -> Tensor:
-    """The numbers of the rows that are chosen, of `[…, rows]` bool, `[…, size]`, right-aligned, −1 for none."""
+    """The numbers of the rows that are chosen, of `[…, rows]` bool, `[…, size]`, right-aligned, −1
+    for none."""
     count = chosen.cumsum(-1, dtype=torch.int32)
-    wanted = count[..., -1:] - torch.arange(size - 1, -1, -1, dtype=torch.int32, device=count.device)
+    wanted = count[..., -1:] - torch.arange(
+        size - 1, -1, -1, dtype=torch.int32, device=count.device
+    )
     return torch.searchsorted(count, wanted).masked_fill(wanted <= 0, -1)

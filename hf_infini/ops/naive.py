@@ -1,5 +1,5 @@
-"""Infini-attention straight from the equations, token by token, with every option. Slow, obvious, and the reference of every
-test: of the code that it judges it uses nothing."""
+"""Infini-attention straight from the equations, token by token, with every option. Slow, obvious,
+and the reference of every test: of the code that it judges it uses nothing."""
 
 import itertools
 from collections.abc import Callable
@@ -48,49 +48,89 @@ def naive_infini_attention(
     dropout: float = 0.0,
     eps: float = EPS,
 ) -> Tensor | tuple[Tensor, InfiniState]:
-    """[`infini_attention`] with the same arguments and results, one token after the other, all in float32 or wider."""
+    """[`infini_attention`] with the same arguments and results, one token after the other, all in
+    float32 or wider."""
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
     rule = memory_rule(update_rule, feature_map=feature_map, keep_score=keep_score, eps=eps)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
-    check_arguments(query, key, value, gate, log_weight, learned_score, rule, window, rotary, **numbers)
+    check_arguments(
+        query, key, value, gate, log_weight, learned_score, rule, window, rotary, **numbers
+    )
     check_shapes(query.shape[0], query.shape[2], attention_mask, memory_mask, position_ids)
     if state is None:
         state = InfiniState.initial(key, value, *window, rule=rule, weighted=log_weight is not None)
-    (batch, kv_heads, tokens, _), group, dtype = key.shape, query.shape[1] // key.shape[1], query.dtype
-    query, key, value, gate, log_weight = (_widen(part, state) for part in (query, key, value, gate, log_weight))
+    (batch, kv_heads, tokens, _), group, dtype = (
+        key.shape,
+        query.shape[1] // key.shape[1],
+        query.dtype,
+    )
+    query, key, value, gate, log_weight = (
+        _widen(part, state) for part in (query, key, value, gate, log_weight)
+    )
     options = SimpleNamespace(rule=RULES[update_rule], feature_map=FEATURE_MAPS[feature_map])
     options.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options.score_names = KEEP_SCORES[keep_score] if kept_tokens else ()
     vars(options).update(rotary=rotary, turn=turn, softcap=softcap, dropout=dropout, eps=eps)
-    of_scores: dict[str, Any] = {"attention": key.new_zeros(key.shape[:3]), "learned": _widen(learned_score, state)}
-    scores = torch.stack([of_scores[name] for name in options.score_names], -1).detach() if kept_tokens else None
+    of_scores: dict[str, Any] = {
+        "attention": key.new_zeros(key.shape[:3]),
+        "learned": _widen(learned_score, state),
+    }
+    scores = (
+        torch.stack([of_scores[name] for name in options.score_names], -1).detach()
+        if kept_tokens
+        else None
+    )
     outputs, states = [], []
     for row, head in itertools.product(range(batch), range(kv_heads)):
-        own = slice(head * group, (head + 1) * group)  # the query heads that share this key/value head
+        # the query heads that share this key/value head
+        own = slice(head * group, (head + 1) * group)
         reader = _Head(state, row, head, window, options)
         for number in range(tokens):
             if attention_mask is not None and not attention_mask[row, number]:
                 outputs.append(value.new_zeros(group, value.shape[-1]))
                 continue
-            reader.begin_document_at(None if position_ids is None else int(position_ids[row, number]))
-            held: Any = (None if part is None else part[row, head, number] for part in (key, value, log_weight, scores))
+            reader.begin_document_at(
+                None if position_ids is None else int(position_ids[row, number])
+            )
+            held: Any = (
+                None if part is None else part[row, head, number]
+                for part in (key, value, log_weight, scores)
+            )
             skipped = memory_mask is not None and not memory_mask[row, number]
             token = _Token(*held, number=reader.seen, skipped=skipped)
             outputs.append(reader.attend(query[row, own, number : number + 1], token, gate[own]))
         states.append(reader.state())
-    output = torch.stack(outputs).view(batch, kv_heads, tokens, group, -1).transpose(2, 3).flatten(1, 2).to(dtype)
+    output = (
+        torch.stack(outputs)
+        .view(batch, kv_heads, tokens, group, -1)
+        .transpose(2, 3)
+        .flatten(1, 2)
+        .to(dtype)
+    )
     if not return_state:
         return output
     fields: dict[str, Any] = {}
     for name, part in states[0].items():
-        heads = None if part is None else torch.stack([each[name] for each in states]).unflatten(0, (batch, kv_heads))
+        heads = (
+            None
+            if part is None
+            else torch.stack([each[name] for each in states]).unflatten(0, (batch, kv_heads))
+        )
         fields[name] = heads if name in OF_HEADS or heads is None else heads[:, 0]
     return output, replace(state, **fields)
 
 
 FADE, LEAST = 2, torch.finfo(torch.float32).tiny  # see kept.py
 # The fields of a state that differ from head to head
-OF_HEADS = ("memory", "normaliser", "local_key", "local_value", "local_log_weight", "local_score", "kept_position")
+OF_HEADS = (
+    "memory",
+    "normaliser",
+    "local_key",
+    "local_value",
+    "local_log_weight",
+    "local_score",
+    "kept_position",
+)
 
 
 def _widen(tensor: Any, state: InfiniState) -> Any:
@@ -99,7 +139,8 @@ def _widen(tensor: Any, state: InfiniState) -> Any:
 
 @dataclass
 class _Token:
-    """A token, for one key/value head; of a `score` by attention the sum over the queries; `number`: in the document."""
+    """A token, for one key/value head; of a `score` by attention the sum over the queries;
+    `number`: in the document."""
 
     key: Tensor
     value: Tensor
@@ -110,8 +151,9 @@ class _Token:
 
 
 class _Head:
-    """A key/value head of a row, with the query heads that share it (`group`): its memory, and the places of its window,
-    each with a token or `None`: the document's first tokens, the kept ones, right-aligned, and the segments."""
+    """A key/value head of a row, with the query heads that share it (`group`): its memory, and the
+    places of its window, each with a token or `None`: the document's first tokens, the kept ones,
+    right-aligned, and the segments."""
 
     def __init__(self, state, row, head, window, options):
         self.length, self.local_segments, self.sink_tokens, self.kept_tokens = window
@@ -120,56 +162,98 @@ class _Head:
         self.memory, self.normaliser = state.memory[row, head], state.normaliser[row, head]
         counts = (state.tokens_seen, state.last_position, state.memory_tokens)
         self.seen, self.last_position, self.memory_tokens = (int(count[row]) for count in counts)
-        self.windows = [None if held is None else held[row, head] for held in state.windows()]  # [places, …] each
+        # [places, …] each
+        self.windows = [None if held is None else held[row, head] for held in state.windows()]
         kept = state.kept_position[row, head].tolist() if self.kept_tokens else []
         first = (self.seen // self.length - self.local_segments) * self.length
-        numbers = [*range(self.sink_tokens), *kept, *range(first, first + (self.local_segments + 1) * self.length)]
+        numbers = [
+            *range(self.sink_tokens),
+            *kept,
+            *range(first, first + (self.local_segments + 1) * self.length),
+        ]
         self.places: list[Any] = [None] * len(numbers)
         for place, number in enumerate(numbers):
             if 0 <= number < self.seen:
-                held: Any = (None if window is None else _widen(window[place], state) for window in self.windows)
+                held: Any = (
+                    None if window is None else _widen(window[place], state)
+                    for window in self.windows
+                )
                 skipped = state.local_skipped is not None and bool(state.local_skipped[row, place])
                 self.places[place] = _Token(*held, number=number, skipped=skipped)
 
     def begin_document_at(self, position):
-        """A position that does not go on from the last one starts a new document with a fresh memory."""
+        """A position that does not go on from the last one starts a new document with a fresh
+        memory."""
         if position is not None and self.seen and position <= self.last_position:
-            self.memory, self.normaliser = torch.zeros_like(self.memory), torch.zeros_like(self.normaliser)
+            self.memory, self.normaliser = (
+                torch.zeros_like(self.memory),
+                torch.zeros_like(self.normaliser),
+            )
             self.places, self.seen, self.memory_tokens = [None] * len(self.places), 0, 0
         self.last_position = self.last_position + 1 if position is None else position
 
     def attend(self, query, token, gate):
-        """Equations 2, 3 and 5 for one token; `query` is `[group, 1, head_dim]`, `gate` `[group]`."""
-        self.places[self.ahead + self.local_segments * self.length + self.seen % self.length] = token
+        """Equations 2, 3 and 5 for one token; `query` is `[group, 1, head_dim]`, `gate`
+        `[group]`."""
+        self.places[self.ahead + self.local_segments * self.length + self.seen % self.length] = (
+            token
+        )
         if self.seen < self.sink_tokens:  # whose score nobody needs
-            self.places[self.seen] = replace(token, score=None if token.score is None else torch.zeros_like(token.score))
+            self.places[self.seen] = replace(
+                token, score=None if token.score is None else torch.zeros_like(token.score)
+            )
         # Sinks and kept tokens are seen when the document's first segment has left the window
         first = 0 if self.seen // self.length > self.local_segments else self.ahead
-        seen = [place for place, held in enumerate(self.places) if held is not None and place >= first]
-        keys, values = (torch.stack([getattr(self.places[place], name) for place in seen]) for name in ("key", "value"))
+        seen = [
+            place for place, held in enumerate(self.places) if held is not None and place >= first
+        ]
+        keys, values = (
+            torch.stack([getattr(self.places[place], name) for place in seen])
+            for name in ("key", "value")
+        )
         keys, compared = self.turned(keys, seen), self.turned(query, seen[-1:])
         scores = (compared @ keys.mT).squeeze(1) * self.of.scaling  # [group, tokens]
-        scores = scores if self.of.softcap is None else self.of.softcap * torch.tanh(scores / self.of.softcap)
+        scores = (
+            scores
+            if self.of.softcap is None
+            else self.of.softcap * torch.tanh(scores / self.of.softcap)
+        )
         if "attention" in self.of.score_names:
             self.receive(scores.detach(), seen)
-        output = F.dropout(torch.softmax(scores, -1), self.of.dropout) @ values  # [group, value_dim]
+        # [group, value_dim]
+        output = F.dropout(torch.softmax(scores, -1), self.of.dropout) @ values
         if self.memory_tokens:
             features = self.features(query)
-            read, denominator = self.of.rule.naive_read(features, self.memory[None], self.normaliser[None], self.of.eps)
-            read, denominator = read.squeeze(1), denominator.squeeze(1) if denominator.dim() else denominator
+            read, denominator = self.of.rule.naive_read(
+                features, self.memory[None], self.normaliser[None], self.of.eps
+            )
+            read, denominator = (
+                read.squeeze(1),
+                denominator.squeeze(1) if denominator.dim() else denominator,
+            )
             share = torch.sigmoid(gate).unsqueeze(-1)
             output = share * read / denominator + (1 - share) * output
         self.seen += 1
         if self.seen % self.length == 0:
-            oldest, later = self.places[self.ahead : self.ahead + self.length], self.places[self.ahead + self.length :]
+            oldest, later = (
+                self.places[self.ahead : self.ahead + self.length],
+                self.places[self.ahead + self.length :],
+            )
             self.places[self.ahead :] = later + [None] * self.length
-            there = (held for held in oldest if held is not None and held.number >= self.sink_tokens)
+            there = (
+                held for held in oldest if held is not None and held.number >= self.sink_tokens
+            )
             self.write([held for held in there if not held.skipped])
         return output
 
     def receive(self, scores, seen):
-        """Adds the mean over the group of a softmax over all that is not kept; `scores`: `[group, places seen]`."""
-        columns = [column for column, place in enumerate(seen) if not self.sink_tokens <= place < self.ahead]
+        """Adds the mean over the group of a softmax over all that is not kept; `scores`: `[group,
+        places seen]`."""
+        columns = [
+            column
+            for column, place in enumerate(seen)
+            if not self.sink_tokens <= place < self.ahead
+        ]
         weights = torch.softmax(scores[:, columns], -1).mean(0)
         for weight, column in zip(weights, columns, strict=True):
             if seen[column] >= self.ahead:
@@ -177,7 +261,8 @@ class _Head:
                 token.score = torch.cat([token.score[:1] + weight, token.score[1:]])
 
     def turned(self, states, seen):
-        """Queries or keys turned by their places in the window; sinks come right before what is kept."""
+        """Queries or keys turned by their places in the window; sinks come right before what is
+        kept."""
         if self.of.rotary is None:
             return states
         empty = self.places[self.sink_tokens : self.ahead].count(None)
@@ -193,26 +278,41 @@ class _Head:
         segment = self.keep(segment) if self.kept_tokens else segment
         if not segment:
             return
-        keys, values = (torch.stack([getattr(token, name) for token in segment])[None] for name in ("key", "value"))
+        keys, values = (
+            torch.stack([getattr(token, name) for token in segment])[None]
+            for name in ("key", "value")
+        )
         none = self.memory.new_zeros(self.of.rule.rates)
-        weights = torch.stack([none if token.log_weight is None else token.log_weight for token in segment])[None]
+        weights = torch.stack(
+            [none if token.log_weight is None else token.log_weight for token in segment]
+        )[None]
         features = self.features(keys, weights)
-        written = self.of.rule.naive_write(self.memory[None], self.normaliser[None], features, values, weights, self.of.eps)
+        written = self.of.rule.naive_write(
+            self.memory[None], self.normaliser[None], features, values, weights, self.of.eps
+        )
         self.memory, self.normaliser = (part.squeeze(0) for part in written)
         self.memory_tokens += len(segment)
 
     def keep(self, segment):
-        """Keeps the best of what has been kept and of this segment, and returns the others, in order."""
+        """Keeps the best of what has been kept and of this segment, and returns the others, in
+        order."""
         for token in segment if "attention" in self.of.score_names else ():
-            queries = (self.local_segments + 1) * self.length - token.number % self.length  # that have seen it
+            # that have seen it
+            queries = (self.local_segments + 1) * self.length - token.number % self.length
             mean = (token.score[:1].detach() / queries).clamp(min=LEAST)
-            token.score = torch.cat([mean.log() + token.number / (FADE * self.kept_tokens), token.score[1:]])  # it fades
-        left = [held for held in self.places[self.sink_tokens : self.ahead] if held is not None] + segment
+            # it fades
+            token.score = torch.cat(
+                [mean.log() + token.number / (FADE * self.kept_tokens), token.score[1:]]
+            )
+        left = [
+            held for held in self.places[self.sink_tokens : self.ahead] if held is not None
+        ] + segment
         stays, count = set(), len(self.of.score_names)
         for place in range(count):
             share = (self.kept_tokens + count - 1 - place) // count  # the first gets the odd place
             others = [token for token in left if token.number not in stays]
-            best = sorted(others, key=lambda token, place=place: -token.score[place])[:share]  # the earlier of equal ones
+            # the earlier of equal ones
+            best = sorted(others, key=lambda token, place=place: -token.score[place])[:share]
             stays |= {token.number for token in best}
         kept = [token for token in left if token.number in stays]
         self.places[self.sink_tokens : self.ahead] = [None] * (self.kept_tokens - len(kept)) + kept
@@ -220,7 +320,11 @@ class _Head:
 
     def state(self):
         """This head's share of an [`InfiniState`]."""
-        found: dict[str, Any] = {"memory": self.memory, "normaliser": self.normaliser, "kept_position": None}
+        found: dict[str, Any] = {
+            "memory": self.memory,
+            "normaliser": self.normaliser,
+            "kept_position": None,
+        }
         for name, window in zip(("key", "value", "log_weight", "score"), self.windows, strict=True):
             if window is not None:
                 nothing = self.memory.new_zeros(window.shape[-1])
@@ -233,4 +337,6 @@ class _Head:
         if self.kept_tokens:
             kept = self.places[self.sink_tokens : self.ahead]
             counts["kept_position"] = [-1 if token is None else token.number for token in kept]
-        return found | {name: torch.tensor(count, device=self.memory.device) for name, count in counts.items()}
+        return found | {
+            name: torch.tensor(count, device=self.memory.device) for name, count in counts.items()
+        }

@@ -1,5 +1,5 @@
-"""A layer's projections of the new tokens, [`Projections`]; its state between two calls, [`InfiniState`], constant in size;
-and [`AttentionCall`], all that attention is computed from."""
+"""A layer's projections of the new tokens, [`Projections`]; its state between two calls,
+[`InfiniState`], constant in size; and [`AttentionCall`], all that attention is computed from."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -15,8 +15,10 @@ from .window import ScoreOptions
 
 # The fields of a state that hold a window, in the order of those of [`Projections`] after the query
 WINDOWS = ("local_key", "local_value", "local_log_weight", "local_score")
-COUNTS = ("tokens_seen", "last_position", "memory_tokens")  # those that a layout has for the state after it
-OF_LAYER = ("memory", "normaliser", *WINDOWS, "kept_position")  # a layer's own: the others follow from which token is where
+# those that a layout has for the state after it
+COUNTS = ("tokens_seen", "last_position", "memory_tokens")
+# a layer's own: the others follow from which token is where
+OF_LAYER = ("memory", "normaliser", *WINDOWS, "kept_position")
 
 
 class Projections(NamedTuple):
@@ -25,34 +27,43 @@ class Projections(NamedTuple):
     query: Tensor  # `[batch, heads, tokens, head_dim]`
     key: Tensor  # `[batch, kv_heads, tokens, head_dim]`
     value: Tensor  # `[batch, kv_heads, tokens, value_dim]`
-    log_weight: Tensor | None = None  # `[batch, kv_heads, tokens, rates]`, logs of the update rule's rates; `None`: zeros
-    score: Tensor | None = None  # `[batch, kv_heads, tokens, scores]`, float32 or wider: which tokens are kept
+    # `[batch, kv_heads, tokens, rates]`, logs of the update rule's rates; `None`: zeros
+    log_weight: Tensor | None = None
+    # `[batch, kv_heads, tokens, scores]`, float32 or wider: which tokens are kept
+    score: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class InfiniState:
     """The compressive memory of everything that left the local window, and the window itself.
 
-    With `w` local segments of length `L`, the next token of a row is in segment `s = tokens_seen // L`. The memory holds
-    the segments up to `s - 1 - w`, but for kept tokens; the window holds the document's first `S` tokens (attention sinks),
-    then `K` kept tokens, right-aligned and in order, then the segments `s - w … s`, `L` slots each, and zeros where there is
-    no token: `P = S + K + (w + 1) * L` places. A state depends only on the tokens, not on how they were cut into calls.
+    With `w` local segments of length `L`, the next token of a row is in segment `s = tokens_seen //
+    L`. The memory holds the segments up to `s - 1 - w`, but for kept tokens; the window holds the
+    document's first `S` tokens (attention sinks), then `K` kept tokens, right-aligned and in order,
+    then the segments `s - w … s`, `L` slots each, and zeros where there is no token: `P = S + K +
+    (w + 1) * L` places. A state depends only on the tokens, not on how they were cut into calls.
 
     Attributes:
-        memory: `[batch, kv_heads, head_dim, value_dim]`, float32 (float64 for float64 inputs): M of equation 4.
-        normaliser: `[batch, kv_heads, head_dim]`, same dtype: z of equation 4; width 0 with a rule that has none.
+        memory: `[batch, kv_heads, head_dim, value_dim]`, float32 (float64 for float64 inputs): M of
+            equation 4.
+        normaliser: `[batch, kv_heads, head_dim]`, same dtype: z of equation 4; width 0 with a rule
+            that has none.
         local_key: `[batch, kv_heads, P, head_dim]`, the model's dtype, never rotated.
         local_value: `[batch, kv_heads, P, value_dim]`.
-        local_log_weight: `[batch, kv_heads, P, rates]`, [`Projections.log_weight`]; `None` where all tokens weigh 1.
-        local_score: `[batch, kv_heads, P, scores]`, float32 or wider, [`Projections.score`], with the attention that the
-            window's tokens have received so far, as a sum, and the kept ones, as a mean (see kept.py); `None` without any.
-        kept_position: `[batch, kv_heads, K]`, int64: the number, in the document, of each kept token; −1: none; or `None`.
-        local_skipped: `[batch, P]` bool: which tokens of the window `memory_mask` keeps out of the memory; `None`: none.
+        local_log_weight: `[batch, kv_heads, P, rates]`, [`Projections.log_weight`]; `None` where
+            all tokens weigh 1.
+        local_score: `[batch, kv_heads, P, scores]`, float32 or wider, [`Projections.score`], with
+            the attention that the window's tokens have received so far, as a sum, and the kept
+            ones, as a mean (see kept.py); `None` without any.
+        kept_position: `[batch, kv_heads, K]`, int64: the number, in the document, of each kept
+            token; −1: none; or `None`.
+        local_skipped: `[batch, P]` bool: which tokens of the window `memory_mask` keeps out of the
+            memory; `None`: none.
         tokens_seen: `[batch]`, int64: real tokens of the row's current document.
         last_position: `[batch]`, int64: position id of the last real token, −1 before the first.
         memory_tokens: `[batch]`, int64: tokens of the row's current document that the memory holds.
-        recent_inputs: `[batch, taps − 1, channels]`, what the short convolution still needs of the row's document, oldest
-            first and zero where there is none; `None` without a convolution.
+        recent_inputs: `[batch, taps − 1, channels]`, what the short convolution still needs of the
+            row's document, oldest first and zero where there is none; `None` without a convolution.
     """
 
     memory: Tensor
@@ -81,40 +92,52 @@ class InfiniState:
         rule: MemoryRule | None = None,
         weighted: bool = False,
     ) -> "InfiniState":
-        """The state before the first token of every row. Of `key` `[batch, kv_heads, tokens, head_dim]` and `value` `[…,
-        value_dim]` only the shapes, dtype and device are read; `L`, `w`, `S` and `K` as of [`infini_attention`]; `rule`: how
-        the memory is written, `None`: by the linear rule; `weighted`: whether tokens have a `log_weight`."""
+        """The state before the first token of every row. Of `key` `[batch, kv_heads, tokens,
+        head_dim]` and `value` `[…, value_dim]` only the shapes, dtype and device are read; `L`,
+        `w`, `S` and `K` as of [`infini_attention`]; `rule`: how the memory is written, `None`: by
+        the linear rule; `weighted`: whether tokens have a `log_weight`."""
         rule = MemoryRule() if rule is None else rule
         check_window(segment_length, local_segments, sink_tokens, kept_tokens)
         (batch, heads, _, head_dim), value_dim = key.shape, value.shape[-1]
         dtype = torch.promote_types(key.dtype, torch.float32)
         places = places_of(segment_length, local_segments, sink_tokens, kept_tokens)
         scores = len(KEEP_SCORES[rule.keep_score])
-        # One zero, seen as a whole window: a call that reads no window and keeps no state pays for none.
+        # One zero, seen as a whole window: a call that reads no window and keeps no state pays for
+        # none.
         zero = key.new_zeros(1)
         return cls(
             memory=key.new_zeros(head_dim, value_dim, dtype=dtype).expand(batch, heads, -1, -1),
-            normaliser=key.new_zeros(head_dim if rule.normalised else 0, dtype=dtype).expand(batch, heads, -1),
+            normaliser=key.new_zeros(head_dim if rule.normalised else 0, dtype=dtype).expand(
+                batch, heads, -1
+            ),
             local_key=zero.expand(batch, heads, places, head_dim),
             local_value=value.new_zeros(1).expand(batch, heads, places, value_dim),
             local_log_weight=zero.expand(batch, heads, places, rule.rates) if weighted else None,
             tokens_seen=torch.zeros(batch, dtype=torch.long, device=key.device),
             last_position=torch.full((batch,), -1, dtype=torch.long, device=key.device),
             memory_tokens=torch.zeros(batch, dtype=torch.long, device=key.device),
-            local_score=zero.to(dtype).expand(batch, heads, places, scores) if kept_tokens else None,
-            kept_position=torch.full((batch, heads, kept_tokens), -1, device=key.device) if kept_tokens else None,
+            local_score=zero.to(dtype).expand(batch, heads, places, scores)
+            if kept_tokens
+            else None,
+            kept_position=torch.full((batch, heads, kept_tokens), -1, device=key.device)
+            if kept_tokens
+            else None,
         )
 
     def tensors(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The fields, or those of these names, without those that are `None`."""
-        return {name: tensor for name in names or FIELDS if (tensor := getattr(self, name)) is not None}
+        return {
+            name: tensor for name in names or FIELDS if (tensor := getattr(self, name)) is not None
+        }
 
     def having(self, **others: Any) -> "InfiniState":
-        """The state with other fields. (torch.compile would check every name that `dataclasses.replace` looks up.)"""
+        """The state with other fields. (torch.compile would check every name that
+        `dataclasses.replace` looks up.)"""
         return InfiniState(**{name: getattr(self, name) for name in FIELDS} | others)
 
     def tokens_left(self) -> Tensor:
-        """`[batch]`: how many tokens of the row's document have left the window: they are in the memory, or kept."""
+        """`[batch]`: how many tokens of the row's document have left the window: they are in the
+        memory, or kept."""
         if self.kept_position is None:
             return self.memory_tokens
         return self.memory_tokens + (self.kept_position[:, 0] >= 0).sum(1)
@@ -124,28 +147,40 @@ class InfiniState:
         return self.local_key, self.local_value, self.local_log_weight, self.local_score
 
     def checked_for(self, tokens: Projections, places: int, normalised: bool) -> "InfiniState":
-        """The state that a call of these tokens continues, with so many `places` and perhaps a normaliser, or a ValueError.
-        The window gets the wider dtype of the two: one call may run under autocast and the next one without."""
-        shapes = [None if part is None else (*part.shape[:2], places, part.shape[3]) for part in tokens[1:]]
+        """The state that a call of these tokens continues, with so many `places` and perhaps a
+        normaliser, or a ValueError. The window gets the wider dtype of the two: one call may run
+        under autocast and the next one without."""
+        shapes = [
+            None if part is None else (*part.shape[:2], places, part.shape[3])
+            for part in tokens[1:]
+        ]
         wanted: dict[str, Any] = dict(zip(WINDOWS, shapes, strict=True))
         wanted["normaliser"] = (*tokens.key.shape[:2], tokens.key.shape[3] if normalised else 0)
         for name, shape in wanted.items():
             found = None if (held := getattr(self, name)) is None else tuple(held.shape)
             if found != shape:
                 raise ValueError(
-                    f"the state does not fit this call: its {name} is {found}, and the call needs {shape}. Continue a state "
-                    "with the options that it was made with (segment_length, local_segments, sink_tokens, kept_tokens, "
-                    "kept_shares, keep_score, update_rule), and give log_weight in every call of a sequence or in none."
+                    f"the state does not fit this call: its {name} is {found}, and the call needs "
+                    f"{shape}. Continue a state with the options that it was made with "
+                    "(segment_length, local_segments, sink_tokens, kept_tokens, kept_shares, "
+                    "keep_score, update_rule), and give log_weight in every call of a sequence or "
+                    "in none."
                 )
-        return self.map_windows(lambda window, new: window.to(torch.promote_types(window.dtype, new.dtype)), tokens)
+        return self.map_windows(
+            lambda window, new: window.to(torch.promote_types(window.dtype, new.dtype)), tokens
+        )
 
     def map_windows(self, function: Callable[..., Tensor], *tokens: Projections) -> "InfiniState":
-        """The state with `function(window, *what the tokens have for the same)` for each of its windows."""
+        """The state with `function(window, *what the tokens have for the same)` for each of its
+        windows."""
         windows = zip(WINDOWS, self.windows(), *(each[1:] for each in tokens), strict=True)
-        return self.having(**{name: None if old is None else function(old, *new) for name, old, *new in windows})
+        return self.having(
+            **{name: None if old is None else function(old, *new) for name, old, *new in windows}
+        )
 
     def after(self, layout, **tensors: Tensor | None) -> "InfiniState":
-        """The state after a call with this [`Layout`], which left these memory, normaliser and windows."""
+        """The state after a call with this [`Layout`], which left these memory, normaliser and
+        windows."""
         counts = {name: getattr(layout, name) for name in COUNTS}
         return self.having(local_skipped=layout.next_skipped, **counts, **tensors)
 
@@ -174,7 +209,8 @@ class AttentionCall(NamedTuple):
 
     tokens: Projections  # with the `learned_score` for the score
     gate: Tensor
-    layout: Any  # [`segment_layout`] of the tokens: a StepLayout or a GridLayout, as `fits` has found
+    # [`segment_layout`] of the tokens: a StepLayout or a GridLayout, as `fits` has found
+    layout: Any
     rule: MemoryRule
     softmax: ScoreOptions
     state: InfiniState  # that the tokens continue
@@ -182,5 +218,6 @@ class AttentionCall(NamedTuple):
     in_place: bool = False  # a single token may overwrite the given state
 
 
-# What [`attend`] returns: the output; the state, and the local weights, which may be `None` where they are not asked for
+# What [`attend`] returns: the output; the state, and the local weights, which may be `None` where
+# they are not asked for
 Attended = tuple[Tensor, InfiniState | None, Tensor | None]

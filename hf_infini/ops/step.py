@@ -1,6 +1,8 @@
-"""One more token for every row, the step that `generate` repeats: its layout and equations 2 to 5 on the window itself.
+"""One more token for every row, the step that `generate` repeats: its layout and equations 2 to 5
+on the window itself.
 
-A row whose segment is full writes the oldest segment of its window into the memory, and moves the window one segment on.
+A row whose segment is full writes the oldest segment of its window into the memory, and moves the
+window one segment on.
 """
 
 from collections.abc import Callable
@@ -24,8 +26,10 @@ class SegmentBorder(Layout):
 
     completing: Any  # `[batch]` bool, whether the row's segment is complete; `None`: no row's
     complete_rows: Tensor | None  # the numbers of those rows; `None`: not known
-    oldest_numbers: Any = None  # `[batch, L]`, the numbers in their document of the tokens of the window's oldest segment
-    taken_in: Any = None  # `[batch, L]` bool, which of them leave it now: the memory takes them in, but for kept tokens
+    # `[batch, L]`, the numbers in their document of the tokens of the window's oldest segment
+    oldest_numbers: Any = None
+    # `[batch, L]` bool, which of them leave it now: the memory takes them in, but for kept tokens
+    taken_in: Any = None
 
     def oldest(self, window: Tensor) -> Tensor:
         """The oldest segment of the window, `[batch, heads, L, dim]`."""
@@ -33,33 +37,54 @@ class SegmentBorder(Layout):
 
     def shift(self, window: Tensor) -> Tensor:
         """The window without its oldest segment, the others moved one segment on."""
-        segments = pad(window[:, :, self.ahead + self.segment_length :], (0, 0, 0, self.segment_length))
+        segments = pad(
+            window[:, :, self.ahead + self.segment_length :], (0, 0, 0, self.segment_length)
+        )
         return torch.cat([window[:, :, : self.ahead], segments], 2) if self.ahead else segments
 
-    def in_complete_rows(self, function: Callable[..., tuple[Tensor, ...]], *old: Tensor) -> tuple[Tensor, ...]:
-        """`function(taken_in, oldest_numbers, *old)` in rows that complete a segment, `old` `[batch, …]` in the others."""
+    def in_complete_rows(
+        self, function: Callable[..., tuple[Tensor, ...]], *old: Tensor
+    ) -> tuple[Tensor, ...]:
+        """`function(taken_in, oldest_numbers, *old)` in rows that complete a segment, `old`
+        `[batch, …]` in the others."""
         given = (self.taken_in, self.oldest_numbers, *old)
         if self.complete_rows is not None:
             new = function(*(part[self.complete_rows] for part in given))
-            return tuple(part.index_copy(0, self.complete_rows, rows) for part, rows in zip(old, new, strict=True))
+            return tuple(
+                part.index_copy(0, self.complete_rows, rows)
+                for part, rows in zip(old, new, strict=True)
+            )
         pairs = zip(function(*given), old, strict=True)
-        return tuple(torch.where(self.completing.view(-1, *(1,) * (o.dim() - 1)), n, o) for n, o in pairs)
+        return tuple(
+            torch.where(self.completing.view(-1, *(1,) * (o.dim() - 1)), n, o) for n, o in pairs
+        )
 
 
 def segment_border(
-    state: InfiniState, sizes: dict[str, Any], completing: Tensor | None, complete_rows: Tensor | None
+    state: InfiniState,
+    sizes: dict[str, Any],
+    completing: Tensor | None,
+    complete_rows: Tensor | None,
 ) -> SegmentBorder:
-    """The border of the rows that complete a segment with the last token of any layer's state, and the counts behind it.
-    `sizes`: of the window, by their names in [`Layout`]; the others as in [`SegmentBorder`]."""
+    """The border of the rows that complete a segment with the last token of any layer's state, and
+    the counts behind it. `sizes`: of the window, by their names in [`Layout`]; the others as in
+    [`SegmentBorder`]."""
     length, local, sinks, kept_tokens = sizes.values()
     last, skipped = state.tokens_seen.unsqueeze(1) - 1, state.local_skipped
     given: dict[str, Any] = sizes | {name: getattr(state, name) for name in COUNTS}
-    given |= {"positions": last, "next_skipped": skipped, "completing": completing, "complete_rows": complete_rows}
+    given |= {
+        "positions": last,
+        "next_skipped": skipped,
+        "completing": completing,
+        "complete_rows": complete_rows,
+    }
     border = SegmentBorder(**given)
     if completing is None:
         return border
     numbers = (last // length - local) * length + torch.arange(length, device=last.device)
-    border = replace(border, oldest_numbers=numbers, taken_in=completing.unsqueeze(1) & (numbers >= sinks))
+    border = replace(
+        border, oldest_numbers=numbers, taken_in=completing.unsqueeze(1) & (numbers >= sinks)
+    )
     if skipped is not None:
         window = skipped[:, None, :, None]
         border = replace(border, taken_in=border.taken_in & ~border.oldest(window)[:, 0, :, 0])
@@ -71,24 +96,32 @@ def segment_border(
 
 @dataclass(frozen=True, kw_only=True)
 class StepLayout(SegmentBorder):
-    """Where the one new token of each row goes. Only tensors tell one step from another, so that one graph of torch.compile
-    does for all. Outside of a graph, `seen` and what is `None` say what need not be computed."""
+    """Where the one new token of each row goes. Only tensors tell one step from another, so that
+    one graph of torch.compile does for all. Outside of a graph, `seen` and what is `None` say what
+    need not be computed."""
 
     rows: Tensor  # `[batch]`, their numbers
     slot: Tensor  # `[batch]`, the place of the row's token in its window
-    sink: Tensor | None  # `[batch]`, the place that it also takes among the sinks, or its slot; `None`: none is a sink
+    # `[batch]`, the place that it also takes among the sinks, or its slot; `None`: none is a sink
+    sink: Tensor | None
     seen: slice  # the part of the window that any row sees
     visible: Tensor  # `[batch, 1, 1, places of it]` bool, what each row sees of it
     unkept: Tensor | None  # the same without kept tokens; `None`: the same
     turned: slice | Tensor  # as what places its keys are turned, `[batch, places of it]`, or `seen`
-    filled: Tensor  # `[batch, 1, 1, 1, 1]` bool, whether the memory holds any token of the row's document
+    # `[batch, 1, 1, 1, 1]` bool, whether the memory holds any token of the row's document
+    filled: Tensor
 
     def put(self, window: Tensor, new: Tensor, in_place: bool = False) -> Tensor:
-        """The window with the new tokens `[batch, heads, 1, dim]` in their slots; `in_place`: if it may, the given one."""
+        """The window with the new tokens `[batch, heads, 1, dim]` in their slots; `in_place`: if it
+        may, the given one."""
         if torch.compiler.is_compiling():  # for others a graph makes a new one anyway
             in_place = in_place and self.completing is None
-        elif in_place:  # an initial window is one zero seen many times; one of inference mode may be written only there
-            in_place = window.is_contiguous() and (torch.is_inference_mode_enabled() or not window.is_inference())
+        # an initial window is one zero seen many times; one of inference mode may be written only
+        # there
+        elif in_place:
+            in_place = window.is_contiguous() and (
+                torch.is_inference_mode_enabled() or not window.is_inference()
+            )
         if not in_place:
             window = window.clone(memory_format=torch.contiguous_format)
         new = new.to(window.dtype)
@@ -110,11 +143,17 @@ def step_layout(
     read_back: bool,
     completes_segments: bool = True,
 ) -> StepLayout:
-    """The layout of one more token for every row's document, with masks as bool. `sizes`: as of [`segment_border`];
-    `read_back`: whether values may be read back from the device; not `completes_segments`: the call leaves the border of a
-    segment to whoever calls, and no row lacks a sink."""
+    """The layout of one more token for every row's document, with masks as bool. `sizes`: as of
+    [`segment_border`]; `read_back`: whether values may be read back from the device; not
+    `completes_segments`: the call leaves the border of a segment to whoever calls, and no row lacks
+    a sink."""
     length, local, sinks, kept_tokens = sizes.values()
-    seen, left, skipped, ahead = state.tokens_seen, state.tokens_left(), state.local_skipped, sinks + kept_tokens
+    seen, left, skipped, ahead = (
+        state.tokens_seen,
+        state.tokens_left(),
+        state.local_skipped,
+        sinks + kept_tokens,
+    )
     after = seen + (1 if real is None else real[:, 0].long())
     slot, empty = ahead + local * length + seen % length, (kept_tokens - left).clamp(min=0)
     waiting = (local - seen // length).clamp(min=0)  # segments of the window that have not begun
@@ -122,21 +161,33 @@ def step_layout(
     complete_rows, has_gap, has_new_sinks = None, kept_tokens > 0, sinks > 0 and completes_segments
     stop = ahead + (local + 1) * length
     if read_back:
-        stop, gap, fewest, complete = torch.stack([slot.amax() + 1, empty.amax(), seen.amin(), completing.sum()]).tolist()
+        stop, gap, fewest, complete = torch.stack(
+            [slot.amax() + 1, empty.amax(), seen.amin(), completing.sum()]
+        ).tolist()
         has_gap, has_new_sinks = gap > 0, fewest < sinks
         completes_segments = completes_segments and complete > 0
         complete_rows = completing.nonzero().squeeze(1) if completes_segments else None
-    rows, sink = torch.arange(batch, device=seen.device), torch.where(seen < sinks, seen, slot) if has_new_sinks else None
+    rows, sink = (
+        torch.arange(batch, device=seen.device),
+        torch.where(seen < sinks, seen, slot) if has_new_sinks else None,
+    )
     # Sinks and kept tokens are seen when the document's first segment has left the window
-    places, begin = torch.arange(stop, device=seen.device), torch.where(seen // length > local, 0, ahead + waiting * length)
+    places, begin = (
+        torch.arange(stop, device=seen.device),
+        torch.where(seen // length > local, 0, ahead + waiting * length),
+    )
     visible = (places >= begin[:, None]) & (places <= slot[:, None])
     turned: slice | Tensor = slice(0, stop)
     if has_gap:
         visible = visible & ((places < sinks) | (places >= sinks + empty[:, None]))
         turned = torch.where(places < sinks, places + empty[:, None], places)
-    unkept = (visible & ((places < sinks) | (places >= ahead)))[:, None, None] if kept_tokens else None
+    unkept = (
+        (visible & ((places < sinks) | (places >= ahead)))[:, None, None] if kept_tokens else None
+    )
     if memory_mask is not None or skipped is not None:
-        new = torch.zeros_like(rows, dtype=torch.bool) if memory_mask is None else ~memory_mask[:, 0]
+        new = (
+            torch.zeros_like(rows, dtype=torch.bool) if memory_mask is None else ~memory_mask[:, 0]
+        )
         new = new if real is None else new & real[:, 0]
         skipped = new.new_zeros(batch, ahead + (local + 1) * length) if skipped is None else skipped
         skipped = skipped.index_put((rows, slot), new)
@@ -145,7 +196,14 @@ def step_layout(
     state = state.having(tokens_seen=after, last_position=last, local_skipped=skipped)
     border = segment_border(state, sizes, completing if completes_segments else None, complete_rows)
     given: dict[str, Any] = {field.name: getattr(border, field.name) for field in fields(border)}
-    given |= {"positions": seen.unsqueeze(1), "real": real, "rows": rows, "slot": slot, "sink": sink, "seen": slice(0, stop)}
+    given |= {
+        "positions": seen.unsqueeze(1),
+        "real": real,
+        "rows": rows,
+        "slot": slot,
+        "sink": sink,
+        "seen": slice(0, stop),
+    }
     given |= {"visible": visible[:, None, None], "unkept": unkept, "turned": turned}
     return StepLayout(**given, filled=(left > kept_tokens)[:, None, None, None, None])
 
@@ -157,15 +215,20 @@ def attend_step(call: AttentionCall) -> Attended:
     keys, values, *_ = state.windows()
 
     query = softmax.compared(tokens.query, layout.slot.unsqueeze(1))
-    seen_keys, seen_values = softmax.compared(keys[:, :, layout.seen], layout.turned), values[:, :, layout.seen]
-    # The heads of a group as queries of one head: all see the same, and no kernel has to repeat the keys
+    seen_keys, seen_values = (
+        softmax.compared(keys[:, :, layout.seen], layout.turned),
+        values[:, :, layout.seen],
+    )
+    # The heads of a group as queries of one head: all see the same, and no kernel has to repeat the
+    # keys
     grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])
     if state.local_score is not None:
         scores = state.local_score.detach()  # which `put` has allowed to write into
         if layout.sink is not None:
             scores[:, :, : layout.sink_tokens].zero_()  # they need none
         if "attention" in KEEP_SCORES[rule.keep_score]:
-            # `[B, K, places seen]`, of the mean over a group's heads and without kept tokens; scores: `[B, K, places, R]`
+            # `[B, K, places seen]`, of the mean over a group's heads and without kept tokens;
+            # scores: `[B, K, places, R]`
             received = masked_scores(grouped.detach(), seen_keys.detach(), layout.unkept, softmax)
             received = received.softmax(-1, dtype=scores.dtype).mean(2)
             received = received if layout.real is None else received * layout.real.unsqueeze(2)
@@ -177,35 +240,52 @@ def attend_step(call: AttentionCall) -> Attended:
         if layout.real is not None:
             weights = weights.masked_fill(~layout.real[:, :, None, None], 0)
         output = product(weights, seen_values).to(values.dtype)
-        weights = F.pad(weights, (0, layout.places - layout.seen.stop)).reshape(*query.shape[:3], -1)
+        weights = F.pad(weights, (0, layout.places - layout.seen.stop)).reshape(
+            *query.shape[:3], -1
+        )
     else:
         options = {"dropout_p": softmax.dropout, "scale": softmax.scaling}
-        output = F.scaled_dot_product_attention(grouped, seen_keys, seen_values, layout.visible, **options)
+        output = F.scaled_dot_product_attention(
+            grouped, seen_keys, seen_values, layout.visible, **options
+        )
     output = output.reshape(*query.shape[:3], -1)
 
     with torch.autocast(keys.device.type, enabled=False):
         held = state.memory.unsqueeze(1), state.normaliser.unsqueeze(1)
-        output = rule.mix(output.unsqueeze(1), tokens.query.unsqueeze(1), held, gate, layout.filled).squeeze(1)
+        output = rule.mix(
+            output.unsqueeze(1), tokens.query.unsqueeze(1), held, gate, layout.filled
+        ).squeeze(1)
         state = with_segments_complete(rule, state, layout)
     if layout.real is not None:
         output = output.masked_fill(~layout.real[:, :, None, None], 0)
     return output, state.after(layout), weights
 
 
-def with_segments_complete(rule: MemoryRule, state: InfiniState, border: SegmentBorder) -> InfiniState:
-    """The state whose rows that complete a segment have written the oldest one of their window; its counts stay."""
+def with_segments_complete(
+    rule: MemoryRule, state: InfiniState, border: SegmentBorder
+) -> InfiniState:
+    """The state whose rows that complete a segment have written the oldest one of their window; its
+    counts stay."""
     if border.completing is None:
         return state
 
     def complete(taken_in, numbers, *parts):
         rows, kept = state.having(**dict(zip(old, parts, strict=True))), None
-        oldest: Any = (None if window is None else border.oldest(window).unsqueeze(1) for window in rows.windows())
+        oldest: Any = (
+            None if window is None else border.oldest(window).unsqueeze(1)
+            for window in rows.windows()
+        )
         keys, values, log_weights, scores = oldest  # [B, 1, K, L, dim]
         mask, dtype = taken_in[:, None, None, :], rows.memory.dtype
         if border.kept_tokens:
             number = numbers[:, None, None, :, None].expand_as(scores[..., :1])
-            leaving, before = Kept(keys, values, log_weights, scores, number), Kept.of_state(rows, border)
-            _, kept, evicted = keep_best(before, leaving, taken_in.unsqueeze(1), rule.keep_score, border)
+            leaving, before = (
+                Kept(keys, values, log_weights, scores, number),
+                Kept.of_state(rows, border),
+            )
+            _, kept, evicted = keep_best(
+                before, leaving, taken_in.unsqueeze(1), rule.keep_score, border
+            )
             keys, values, log_weights, _, number = evicted
             mask = number[..., 0] >= 0
         written = rule.written(keys.to(dtype), values.to(dtype), log_weights, mask.unsqueeze(-1))
@@ -215,4 +295,6 @@ def with_segments_complete(rule: MemoryRule, state: InfiniState, border: Segment
         return tuple(getattr(rows, name) for name in old)
 
     old = state.tensors(OF_LAYER)
-    return state.having(**dict(zip(old, border.in_complete_rows(complete, *old.values()), strict=True)))
+    return state.having(
+        **dict(zip(old, border.in_complete_rows(complete, *old.values()), strict=True))
+    )

@@ -1,4 +1,5 @@
-"""Rows that a score of kept tokens is fitted on: running text with invented facts, all of which are asked for at its end."""
+"""Rows that a score of kept tokens is fitted on: running text with invented facts, all of which are
+asked for at its end."""
 
 import functools
 import random
@@ -25,16 +26,26 @@ def fact_forms() -> dict[str, dict]:
 
 
 def asking_rows(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, rows: int = 24, length: int = 1700, seed: int = 0
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    rows: int = 24,
+    length: int = 1700,
+    seed: int = 0,
 ) -> list[list[int]]:
-    """Rows for [`hf_infini.fit_keep_score`] from any text, such as the one that will be asked: half of them state and ask in
-    English, the others in Portuguese. Between the facts are pieces of the text; a short one comes again. `rows`: how many;
-    `length`: tokens of each; `seed`: of all that is drawn. ValueError without text, or where rows are too short."""
+    """Rows for [`hf_infini.fit_keep_score`] from any text, such as the one that will be asked: half
+    of them state and ask in English, the others in Portuguese. Between the facts are pieces of the
+    text; a short one comes again. `rows`: how many; `length`: tokens of each; `seed`: of all that
+    is drawn. ValueError without text, or where rows are too short."""
     check_number("rows", rows, {"at_least": 1})
     check_number("length", length, {"at_least": 1})
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        how: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        how: dict[str, Any] = {
+            "add_special_tokens": False,
+            "split_special_tokens": True,
+            "verbose": False,
+        }
         return tokenizer(list(texts), **how)["input_ids"]
 
     [running] = encode([text])
@@ -52,24 +63,43 @@ def asking_rows(
 
 
 def asking_row(
-    rng: random.Random, encode: Callable[[Sequence[str]], Sequence], take: Callable[[int], Any], length: int, language: str
+    rng: random.Random,
+    encode: Callable[[Sequence[str]], Sequence],
+    take: Callable[[int], Any],
+    length: int,
+    language: str,
 ) -> tuple[list[int], list[tuple[str, Span, Span]]]:
-    """A row of `length` tokens, and of each question, in order, the answer, and where it is stated and asked for; ValueError
-    where the facts and their questions are longer. `encode` gives the ids of several texts, `take` so many ids of running
-    text; `language`: of the facts, a key of [`fact_forms`]."""
+    """A row of `length` tokens, and of each question, in order, the answer, and where it is stated
+    and asked for; ValueError where the facts and their questions are longer. `encode` gives the ids
+    of several texts, `take` so many ids of running text; `language`: of the facts, a key of
+    [`fact_forms`]."""
     facts = [invented_fact(rng, language) for _ in range(max(1, length // TOKENS_PER_FACT))]
-    pieces = [list(ids) for ids in encode([".\n", *(part for fact in facts for part in (f"\n{fact[0]}", f" {fact[1]}"))])]
+    pieces = [
+        list(ids)
+        for ids in encode(
+            [".\n", *(part for fact in facts for part in (f"\n{fact[0]}", f" {fact[1]}"))]
+        )
+    ]
     stop, pairs = pieces[0], list(zip(pieces[1::2], pieces[2::2], strict=True))
-    room = length - sum(2 * len(start) + 2 * len(answer) + 2 * len(stop) for start, answer in pairs) + len(stop)
+    room = (
+        length
+        - sum(2 * len(start) + 2 * len(answer) + 2 * len(stop) for start, answer in pairs)
+        + len(stop)
+    )
     if room < 0:
-        raise ValueError(f"{len(facts)} facts and their questions take {length - room} tokens, more than {length}")
+        raise ValueError(
+            f"{len(facts)} facts and their questions take {length - room} tokens, "
+            f"more than {length}"
+        )
     text, row, stated, place = list(take(room)), [], [], 0
 
     def add(start: list[int], answer: list[int]) -> Span:
         row.extend(start + answer)
         return len(row) - len(answer), len(row) - 1
 
-    for (start, answer), end in zip(pairs, sorted(rng.randint(0, room) for _ in pairs), strict=True):
+    for (start, answer), end in zip(
+        pairs, sorted(rng.randint(0, room) for _ in pairs), strict=True
+    ):
         stated.append(add(text[place:end] + start, answer))
         row += stop
         place = end
@@ -92,7 +122,9 @@ def invented_fact(rng: random.Random, language: str) -> tuple[str, str]:
         if kind == "word":
             return "".join(rng.choice(SYLLABLES) for _ in range(rng.randint(2, 4))).capitalize()
         if kind == "code":
-            return "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(2)) + str(rng.randrange(100, 10_000))
+            return "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(2)) + str(
+                rng.randrange(100, 10_000)
+            )
         return rng.choice(words[kind])
 
     start, answer = (re.sub(r"{(\w+)}", drawn, part) for part in rng.choice(words["forms"]))

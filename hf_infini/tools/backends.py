@@ -11,19 +11,27 @@ from ..options import context_limit
 
 
 def backend_of(model: PreTrainedModel, batch: int = 1, tokens: int = 1024) -> dict[str, str]:
-    """By the name of each layer with a memory, which backend computes a call of `[batch, tokens]` that begins a text,
-    without padding or a cache, and with gradients in training (the last one); and why: "step: not one token for every row;
-    grid: plain torch, …". The model is called once, by plain torch. ValueError where no layer has a memory."""
-    said, layers = [], [name for name, layer in memory_layers(model).items() if hasattr(layer, "gate")]
+    """By the name of each layer with a memory, which backend computes a call of `[batch, tokens]`
+    that begins a text, without padding or a cache, and with gradients in training (the last one);
+    and why: "step: not one token for every row; grid: plain torch, …". The model is called once, by
+    plain torch. ValueError where no layer has a memory."""
+    said, layers = (
+        [],
+        [name for name, layer in memory_layers(model).items() if hasattr(layer, "gate")],
+    )
     if not layers:
-        raise ValueError(f"a {type(model).__name__} has no layer with a memory: patch_model() gives it some.")
+        raise ValueError(
+            f"a {type(model).__name__} has no layer with a memory: patch_model() gives it some."
+        )
 
     def told(call: AttentionCall) -> Attended:
         said.append(choose(call)[1])
         return attend_grid(call)
 
     config, tokens = model.config, min(tokens, context_limit(model.config) or tokens)
-    ids = torch.full((batch, tokens), config.vocab_size // 2, device=device_of(model.get_input_embeddings()))
+    ids = torch.full(
+        (batch, tokens), config.vocab_size // 2, device=device_of(model.get_input_embeddings())
+    )
     with torch.set_grad_enabled(model.training), torch.random.fork_rng(), forced_backend(told):
         model(input_ids=ids, use_cache=False)
     return dict(zip(layers, said, strict=True))

@@ -11,27 +11,41 @@ from ..options import check_number, key_heads, layer_kinds
 
 
 class Estimate(NamedTuple):
-    """Bytes that the cache of one sequence takes: `plain`, of the model with its own attention; `infini`, with a memory."""
+    """Bytes that the cache of one sequence takes: `plain`, of the model with its own attention;
+    `infini`, with a memory."""
 
     plain: int
     infini: int
 
 
 def estimate(config: PreTrainedConfig, tokens: int, **options) -> Estimate:
-    """The bytes of the cache after so many tokens of one sequence, in the configuration's dtype. `config`: of a plain model,
-    with the `options` of [`patch_model`], or of one with a memory. ValueError for options that no memory has, or for a model
-    that has one already; and for a model that cannot have a memory."""
+    """The bytes of the cache after so many tokens of one sequence, in the configuration's dtype.
+    `config`: of a plain model, with the `options` of [`patch_model`], or of one with a memory.
+    ValueError for options that no memory has, or for a model that has one already; and for a model
+    that cannot have a memory."""
     check_number("tokens", tokens, {"at_least": 1})
     if not hasattr(config, "infini_layers"):
         config = config.get_text_config(decoder=True)
         config = convert_config(config, infini_config(type(config)), **options)
     elif options:
-        raise ValueError(f"this {type(config).__name__} has the options of its memory: leave out {', '.join(options)}.")
+        raise ValueError(
+            f"this {type(config).__name__} has the options of its memory: leave out "
+            f"{', '.join(options)}."
+        )
     dtype = dtype_of(config)
     heads, *widths = key_heads(config)
-    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or tokens
+    window = (
+        getattr(config, "sliding_window", None)
+        or getattr(config, "attention_chunk_size", None)
+        or tokens
+    )
     # With the token of the next call, what is held of a sliding window is the window
-    held = [tokens if kind == "full_attention" else min(tokens, window - 1) for kind in layer_kinds(config)]
+    held = [
+        tokens if kind == "full_attention" else min(tokens, window - 1)
+        for kind in layer_kinds(config)
+    ]
     of_layers = [heads * sum(widths) * count * dtype.itemsize for count in held]
-    kept = sum(of_layer for layer, of_layer in enumerate(of_layers) if layer not in config.infini_layers)
+    kept = sum(
+        of_layer for layer, of_layer in enumerate(of_layers) if layer not in config.infini_layers
+    )
     return Estimate(sum(of_layers), kept + cache_bytes(config))

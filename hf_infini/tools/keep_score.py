@@ -1,10 +1,12 @@
 """Fits the learned `keep_score` of a model in closed form: one pass over a few rows, no gradient.
 
-What is worth keeping is what later tokens will look at. So the plain model, which still sees everything, is asked: the
-target of a token is the largest attention that any query at least `distance` tokens later gives it, over those queries and
-the query heads of its group. `keep_weight`, a vector for each key/value head, is its ridge regression on the layer's input.
-Few layers look far back at single tokens, and the others have little use for kept ones: a layer's share of the places is
-about in proportion to the root mean square of its targets, in the head in which that is largest.
+What is worth keeping is what later tokens will look at. So the plain model, which still sees
+everything, is asked: the target of a token is the largest attention that any query at least
+`distance` tokens later gives it, over those queries and the query heads of its group.
+`keep_weight`, a vector for each key/value head, is its ridge regression on the layer's input. Few
+layers look far back at single tokens, and the others have little use for kept ones: a layer's share
+of the places is about in proportion to the root mean square of its targets, in the head in which
+that is largest.
 """
 
 import contextlib
@@ -25,30 +27,41 @@ from ..ops.attention import attend_grid, forced_backend
 from ..ops.state import Attended, AttentionCall
 from ..options import check_number
 
-# What the shares of layers are rounded to, times the largest: each size that differs takes a layout for every call
+# What the shares of layers are rounded to, times the largest: each size that differs takes a layout
+# for every call
 LEVELS = (1, 1 / 2, 1 / 4, 1 / 8)
 
 
 @torch.no_grad()
 def fit_keep_score(
-    model, rows: Sequence, *, distance: int = 256, ridge: float = 1e-3, share_out: bool = True, progress: bool = True
+    model,
+    rows: Sequence,
+    *,
+    distance: int = 256,
+    ridge: float = 1e-3,
+    share_out: bool = True,
+    progress: bool = True,
 ) -> None:
-    """Sets the `kept_shares` of a model that was patched with `kept_tokens`, and, with a learned `keep_score`, the
-    `keep_weight` of all layers; nothing else. A layer's weights for a row, heads · tokens² numbers, are held at a time.
+    """Sets the `kept_shares` of a model that was patched with `kept_tokens`, and, with a learned
+    `keep_score`, the `keep_weight` of all layers; nothing else. A layer's weights for a row, heads
+    · tokens² numbers, are held at a time.
 
     Args:
         model: a patched model, on any device; of quantized weights too.
-        rows: lists or tensors of token ids, one document each, such as 24 of 1,700 tokens. Rows that ask at their end for
-            what was said far before teach most; plain text without questions teaches less.
-        distance: in tokens, from a token to the nearest query that counts; about as many as a window has.
+        rows: lists or tensors of token ids, one document each, such as 24 of 1,700 tokens. Rows
+            that ask at their end for what was said far before teach most; plain text without
+            questions teaches less.
+        distance: in tokens, from a token to the nearest query that counts; about as many as a
+            window has.
         ridge: penalty of the regression, as a share of the mean square of the inputs.
-        share_out: whether layers that look far back at single tokens get more of the places, and the others fewer; together
-            as many, but for rounding down. None gets more places than the model's rotary positions were trained for.
+        share_out: whether layers that look far back at single tokens get more of the places, and
+            the others fewer; together as many, but for rounding down. None gets more places than
+            the model's rotary positions were trained for.
         progress: whether a bar is shown.
 
     Raises:
-        ValueError: the model keeps no tokens; a row is not longer than `distance` and its sinks, or has no whole numbers;
-            `distance` is below 1, or `ridge` negative.
+        ValueError: the model keeps no tokens; a row is not longer than `distance` and its sinks, or
+            has no whole numbers; `distance` is below 1, or `ridge` negative.
     """
     check_number("distance", distance, {"at_least": 1})
     check_number("ridge", ridge, {"at_least": 0})
@@ -56,8 +69,8 @@ def fit_keep_score(
     fitted = share_out or any(hasattr(layer, "keep_weight") for layer in layers.values())
     if not (layers and decoder_of(model).config.kept_tokens and fitted):
         raise ValueError(
-            "there is nothing to fit: patch the model with kept_tokens, such as 256, and for share_out=False with "
-            'keep_score="half" or "learned".'
+            "there is nothing to fit: patch the model with kept_tokens, such as 256, and for "
+            'share_out=False with keep_score="half" or "learned".'
         )
     rows = [torch.as_tensor(row).flatten() for row in rows]
     config = decoder_of(model).config
@@ -65,13 +78,19 @@ def fit_keep_score(
     if not rows or (short := min(map(len, rows))) <= shortest:
         given = f"one of {short:,}" if rows else "none"
         raise ValueError(
-            f"rows must have more than {shortest:,} tokens, as only queries {distance:,} tokens later count; got {given}. "
-            "Give longer rows, or a smaller distance."
+            f"rows must have more than {shortest:,} tokens, as only queries {distance:,} tokens "
+            f"later count; got {given}. Give longer rows, or a smaller distance."
         )
     if any(row.is_floating_point() for row in rows):
-        raise ValueError("rows must be token ids, which are whole numbers; got numbers of floating point.")
-    # Of each layer the sums of products of all tokens' [input, 1, targets]; without a learned score of [1, targets]
-    widths = {name: layer.keep_weight.shape[1] if hasattr(layer, "keep_weight") else 0 for name, layer in layers.items()}
+        raise ValueError(
+            "rows must be token ids, which are whole numbers; got numbers of floating point."
+        )
+    # Of each layer the sums of products of all tokens' [input, 1, targets]; without a learned score
+    # of [1, targets]
+    widths = {
+        name: layer.keep_weight.shape[1] if hasattr(layer, "keep_weight") else 0
+        for name, layer in layers.items()
+    }
     sizes = {name: widths[name] + 1 + layer.head_counts[1] for name, layer in layers.items()}
     sums = {name: torch.zeros(size, size).double() for name, size in sizes.items()}
     device = layers[next(iter(layers))].gate.weight.device
@@ -79,17 +98,26 @@ def fit_keep_score(
         for row in tqdm(rows, desc="fitting the score", unit="row", disable=not progress):
             model(input_ids=row[None].to(device), use_cache=False, logits_to_keep=1)
     if not all(bool(products.isfinite().all()) for products in sums.values()):
-        raise ValueError(f"the model, in {model.dtype}, computes numbers that are not finite: load it in another dtype.")
+        raise ValueError(
+            f"the model, in {model.dtype}, computes numbers that are not finite: "
+            "load it in another dtype."
+        )
     for name, layer in layers.items():
         if hasattr(layer, "keep_weight"):
             layer.keep_weight.copy_(ridge_regression(sums[name], len(layer.keep_weight), ridge))
     if share_out:
-        squares = {each.layer_idx: sums[name].diagonal()[-each.head_counts[1] :] for name, each in layers.items()}
+        squares = {
+            each.layer_idx: sums[name].diagonal()[-each.head_counts[1] :]
+            for name, each in layers.items()
+        }
         peaks = {layer: float(of_layer.max()) ** 0.5 for layer, of_layer in squares.items()}
-        limit = config.max_position_embeddings if getattr(config, "rope_parameters", None) else math.inf
+        limit = (
+            config.max_position_embeddings if getattr(config, "rope_parameters", None) else math.inf
+        )
         for levels in (LEVELS, LEVELS[:3], LEVELS[:2], LEVELS[:1]):
             config.kept_shares = shares_of_layers(peaks, config.num_hidden_layers, levels)
-            if config.places <= limit:  # else the model would see distances that it was not trained for
+            # else the model would see distances that it was not trained for
+            if config.places <= limit:
                 break
 
 
@@ -97,8 +125,8 @@ def fit_keep_score(
 def _observed(
     model, layers: dict[str, MemoryLayerMixin], sums: dict[str, Tensor], longest: int, distance: int
 ) -> Iterator[None]:
-    """Within it, the softmax of a patched model sees all of a row, of at most `longest` tokens, as that of the plain model;
-    and every call of the layers adds its tokens to the sums."""
+    """Within it, the softmax of a patched model sees all of a row, of at most `longest` tokens, as
+    that of the plain model; and every call of the layers adds its tokens to the sums."""
     config = decoder_of(model).config
     before = {name: getattr(config, name) for name in ("segment_length", "local_segments")}
     running: list[tuple[str, Tensor]] = []  # the layer's name, and the input of its projections
@@ -111,7 +139,8 @@ def _observed(
         name, inputs = running.pop()
         found: Any = attend_grid(call._replace(softmax=replace(call.softmax, written_out=True)))
         tokens, (output, _, weights) = inputs.shape[1], found
-        far = weights[0, :, :, -longest:][..., :tokens].tril(-distance)  # of each query its own segment, which is the row
+        # of each query its own segment, which is the row
+        far = weights[0, :, :, -longest:][..., :tokens].tril(-distance)
         targets = far.unflatten(0, (call.tokens.key.shape[1], -1)).amax((1, 2))
         # The others are sinks, or seen by no query that counts
         counted = slice(config.sink_tokens, tokens - distance)
@@ -119,7 +148,8 @@ def _observed(
         inputs, targets = inputs[0, counted, :width], targets[:, counted].T
         together = torch.cat([inputs, inputs.new_ones(len(inputs), 1), targets.to(inputs)], 1)
         together = together.to(torch.promote_types(together.dtype, torch.float32))
-        with torch.autocast(together.device.type, enabled=False):  # where the model is, of one row; rows add up in float64
+        # where the model is, of one row; rows add up in float64
+        with torch.autocast(together.device.type, enabled=False):
             sums[name] += (together.T @ together).cpu()
         return output, None, None
 
@@ -135,20 +165,28 @@ def _observed(
             vars(layer).pop("learned_score", None)
 
 
-def shares_of_layers(peaks: dict[int, float], count: int, levels: Sequence[float] = LEVELS) -> list[float]:
-    """How much each of `count` layers keeps, beside the mean of those with a memory: `peaks`, the root mean squares of their
-    targets, rounded to these shares of the largest."""
+def shares_of_layers(
+    peaks: dict[int, float], count: int, levels: Sequence[float] = LEVELS
+) -> list[float]:
+    """How much each of `count` layers keeps, beside the mean of those with a memory: `peaks`, the
+    root mean squares of their targets, rounded to these shares of the largest."""
     largest, least = max(peaks.values()), torch.finfo(torch.double).tiny
-    near = {layer: math.log(max(peak, least) / max(largest, least)) for layer, peak in peaks.items()}
-    found = {layer: min(levels, key=lambda level: abs(math.log(level) - log)) for layer, log in near.items()}
+    near = {
+        layer: math.log(max(peak, least) / max(largest, least)) for layer, peak in peaks.items()
+    }
+    found = {
+        layer: min(levels, key=lambda level: abs(math.log(level) - log))
+        for layer, log in near.items()
+    }
     mean = statistics.fmean(found.values())
     return [round(found.get(layer, 0) / mean, 4) for layer in range(count)]
 
 
 def ridge_regression(sums: Tensor, heads: int, ridge: float) -> Tensor:
-    """The weights, `[heads, width]`, of a ridge regression with an intercept, which is left out; scaled to scores of
-    standard deviation 1. `sums`: over tokens, of the products of [input, 1, targets], float64, `[width + 1 + heads, width +
-    1 + heads]`; `ridge`: as a share of the inputs' mean square."""
+    """The weights, `[heads, width]`, of a ridge regression with an intercept, which is left out;
+    scaled to scores of standard deviation 1. `sums`: over tokens, of the products of [input, 1,
+    targets], float64, `[width + 1 + heads, width + 1 + heads]`; `ridge`: as a share of the inputs'
+    mean square."""
     products, with_target = sums[:-heads, :-heads], sums[:-heads, -heads:]
     count, means = products[-1, -1], products[-1, :-1] / products[-1, -1]
     penalty = torch.zeros_like(products)

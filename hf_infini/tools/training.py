@@ -9,25 +9,35 @@ from ..layers.memory_layer import gates_of, memory_layers
 
 
 def parameter_groups(
-    model: torch.nn.Module, learning_rate: float, gate_learning_rate: float | None, weight_decay: float
+    model: torch.nn.Module,
+    learning_rate: float,
+    gate_learning_rate: float | None,
+    weight_decay: float,
 ) -> list[dict]:
-    """The optimiser's parameter groups: matrices; without decay, vectors and an attention layer's parameters beside its
-    projections; and gates with a separate rate, without decay, which would pull them back to sigmoid = 0.5. Gates of fewer
-    than 32 bits become float32, in place, unless FSDP has sharded them: in bfloat16 a step of 0.01 from −4 is lost."""
+    """The optimiser's parameter groups: matrices; without decay, vectors and an attention layer's
+    parameters beside its projections; and gates with a separate rate, without decay, which would
+    pull them back to sigmoid = 0.5. Gates of fewer than 32 bits become float32, in place, unless
+    FSDP has sharded them: in bfloat16 a step of 0.01 from −4 is lost."""
     groups: dict[str, dict[str, Any]] = {
         "matrices": {"params": [], "lr": learning_rate, "weight_decay": weight_decay},
         "vectors": {"params": [], "lr": learning_rate, "weight_decay": 0.0},
         "gates": {"params": [], "lr": gate_learning_rate, "weight_decay": 0.0},
     }
     gates = {parameter for gate in gates_of(model).values() for parameter in gate.parameters()}
-    own = {parameter for layer in memory_layers(model).values() for parameter in layer.parameters(recurse=False)}
+    own = {
+        parameter
+        for layer in memory_layers(model).values()
+        for parameter in layer.parameters(recurse=False)
+    }
     for parameter in model.parameters():
         if parameter in gates:
             kind = "gates"
-            if parameter.dtype.itemsize < 4 and not isinstance(parameter, DTensor):  # FSDP wants one dtype
+            # FSDP wants one dtype
+            if parameter.dtype.itemsize < 4 and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.float()
         elif parameter.ndim < 2 or parameter in own:
-            kind = "vectors"  # biases, layer norms, and what an attention layer owns beside its projections
+            # biases, layer norms, and what an attention layer owns beside its projections
+            kind = "vectors"
         else:
             kind = "matrices"
         groups[kind]["params"].append(parameter)
@@ -35,11 +45,13 @@ def parameter_groups(
 
 
 def gate_values(model: torch.nn.Module) -> dict[str, list[float]]:
-    """sigmoid(gate) of each head, by layer: the share of the memory in that head's output; empty without gates."""
+    """sigmoid(gate) of each head, by layer: the share of the memory in that head's output; empty
+    without gates."""
     found = {}
     for name, gate in gates_of(model).items():
         logits = gate().detach()
-        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits  # from all processes, which all come here
+        # from all processes, which all come here
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
         layer = [part for part in name.split(".") if part.isdigit()][-1]
         found[layer] = [round(value, 5) for value in torch.sigmoid(logits.float()).tolist()]
     return found

@@ -1,1 +1,2 @@
-"""Multi-query associative recall (MQAR) as zoology measures it: rows, a model around a mixer of ours, training."""
+"""Multi-query associative recall (MQAR) as zoology measures it: rows, a model around a mixer of
+ours, training."""

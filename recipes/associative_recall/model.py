@@ -1,9 +1,11 @@
 """zoology's two-layer model around one of our mixers, and the loss of its labelled places.
 
-The first layer is a gated short convolution, the second the mixer; there are no MLPs and no positions. As in zoology, where
-the layer norm of an omitted MLP remains, each layer adds x + mixer(norm(x)), then norm(x).
+The first layer is a gated short convolution, the second the mixer; there are no MLPs and no
+positions. As in zoology, where the layer norm of an omitted MLP remains, each layer adds x +
+mixer(norm(x)), then norm(x).
 
-Source: HazyResearch/zoology, `zoology/model.py`, `mixers/base_conv.py`, `mixers/hybrid.py`, `experiments/models_repo.py`.
+Source: HazyResearch/zoology, `zoology/model.py`, `mixers/base_conv.py`, `mixers/hybrid.py`,
+`experiments/models_repo.py`.
 """
 
 import copy
@@ -30,17 +32,27 @@ MEMORY_TAPS = 4  # of the convolution inside the memory: as many as those inside
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**28}  # at a time: 8 MB stay in the cache
 
 
-def mixer_config(mixer: str, width: int, heads: int, window: int, memory: Mapping, **widths: int) -> CausalMHAConfig:
+def mixer_config(
+    mixer: str, width: int, heads: int, window: int, memory: Mapping, **widths: int
+) -> CausalMHAConfig:
     """The configuration of a mixer of the library.
 
     Args:
         mixer: of recipes/mqar.py.
         width, heads: of the model; window: tokens that a token of "window" sees, itself included.
-        memory: options of the memory, with `segment_length`; widths: `head_dim` and `value_dim` of a head, if given.
+        memory: options of the memory, with `segment_length`; widths: `head_dim` and `value_dim` of
+            a head, if given.
 
     Raises UserError for options that do not go together.
     """
-    options: dict = {"n_layer": 1, "n_embd": width, "n_head": heads, "position_encoding": "none", "qkv_bias": True, **widths}
+    options: dict = {
+        "n_layer": 1,
+        "n_embd": width,
+        "n_head": heads,
+        "position_encoding": "none",
+        "qkv_bias": True,
+        **widths,
+    }
     if mixer == "attention":
         options |= {"attention": "global", "dropout": ATTENTION_DROPOUT}
     elif mixer == "window":
@@ -56,12 +68,16 @@ def mixer_config(mixer: str, width: int, heads: int, window: int, memory: Mappin
 
 
 class GatedConvolution(nn.Module):
-    """`conv(x) ⊙ (W x + b) + x`, `[batch, tokens, width]`, with a depthwise causal convolution of [`TAPS`] taps."""
+    """`conv(x) ⊙ (W x + b) + x`, `[batch, tokens, width]`, with a depthwise causal convolution of
+    [`TAPS`] taps."""
 
     def __init__(self, width: int):
         super().__init__()
         self.projection = nn.Linear(width, width)
-        self.taps, self.bias = nn.Parameter(torch.empty(TAPS, width)), nn.Parameter(torch.empty(width))
+        self.taps, self.bias = (
+            nn.Parameter(torch.empty(TAPS, width)),
+            nn.Parameter(torch.empty(width)),
+        )
         for parameter in (self.taps, self.bias):  # as torch's Conv1d begins
             nn.init.uniform_(parameter, -(TAPS**-0.5), TAPS**-0.5)
 
@@ -89,18 +105,22 @@ class Recaller(nn.Module):
         self.embedding = nn.Embedding(vocabulary, width)
         self.dropout = nn.Dropout(EMBEDDING_DROPOUT)
         self.mixers = nn.ModuleList((GatedConvolution(width), mixer))
-        self.norms = nn.ModuleList(nn.ModuleList((nn.LayerNorm(width), nn.LayerNorm(width))) for _ in self.mixers)
+        self.norms = nn.ModuleList(
+            nn.ModuleList((nn.LayerNorm(width), nn.LayerNorm(width))) for _ in self.mixers
+        )
         self.last_norm = nn.LayerNorm(width)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=STANDARD_DEVIATION)
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
-        nn.init.normal_(mixer.out_proj.weight, std=STANDARD_DEVIATION / math.sqrt(2 * len(self.mixers)))
+        nn.init.normal_(
+            mixer.out_proj.weight, std=STANDARD_DEVIATION / math.sqrt(2 * len(self.mixers))
+        )
 
     def forward(self, inputs: Tensor, cache=None) -> Tensor:
-        """The last hidden states of ids `[batch, tokens]`, `[batch, tokens, width]`; `cache`: what the mixer's state is left
-        in."""
+        """The last hidden states of ids `[batch, tokens]`, `[batch, tokens, width]`; `cache`: what
+        the mixer's state is left in."""
         states = self.dropout(self.embedding(inputs))
         for mixer, (before, after) in zip(self.mixers, self.norms, strict=True):
             known = {} if isinstance(mixer, GatedConvolution) else {"cache": cache}
@@ -111,11 +131,16 @@ class Recaller(nn.Module):
     def asked(self, rows: Rows) -> Tensor:
         """The last hidden states of the labelled places only, `[rows * pairs, width]`."""
         states = self(rows.inputs)
-        return states.gather(1, rows.places.unsqueeze(-1).expand(-1, -1, states.shape[-1])).flatten(0, 1)
+        return states.gather(1, rows.places.unsqueeze(-1).expand(-1, -1, states.shape[-1])).flatten(
+            0, 1
+        )
 
     def loss(self, rows: Rows, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The mean cross-entropy of the values, in nats; `dtype`: of the products with the output weights."""
-        return LabelledLoss.apply(self.asked(rows).to(dtype), self.embedding.weight.to(dtype), rows.values.flatten())
+        """The mean cross-entropy of the values, in nats; `dtype`: of the products with the output
+        weights."""
+        return LabelledLoss.apply(
+            self.asked(rows).to(dtype), self.embedding.weight.to(dtype), rows.values.flatten()
+        )
 
     @torch.no_grad()
     def correct(self, rows: Rows) -> Tensor:
@@ -137,11 +162,16 @@ class Recaller(nn.Module):
         return cache_bytes(cache)
 
     def parameter_groups(self, weight_decay: float) -> list[dict]:
-        """Weight decay for all but the memory's own parameters, whose first values are not near zero for good reasons."""
+        """Weight decay for all but the memory's own parameters, whose first values are not near
+        zero for good reasons."""
         groups: dict[bool, list] = {False: [], True: []}
         for name, parameter in self.named_parameters():
             groups[not set(PARAMETERS).isdisjoint(name.split("."))].append(parameter)
-        return [{"params": group, "weight_decay": 0.0 if own else weight_decay} for own, group in groups.items() if group]
+        return [
+            {"params": group, "weight_decay": 0.0 if own else weight_decay}
+            for own, group in groups.items()
+            if group
+        ]
 
 
 def _chunk(weight: Tensor) -> int:
@@ -150,22 +180,30 @@ def _chunk(weight: Tensor) -> int:
 
 
 class LabelledLoss(Function):
-    """The mean of `cross_entropy(states @ weight.T, values)`, of some rows at a time: with a vocabulary of thousands and a
-    width of tens, logits are most of what there is to compute and to store. The gradients are made right with them.
+    """The mean of `cross_entropy(states @ weight.T, values)`, of some rows at a time: with a
+    vocabulary of thousands and a width of tens, logits are most of what there is to compute and to
+    store. The gradients are made right with them.
 
     Args:
-        states: `[n, width]`; weight: `[vocabulary, width]` of the same dtype, that of the products; values: `[n]`. Softmax
-            and sums are float32.
+        states: `[n, width]`; weight: `[vocabulary, width]` of the same dtype, that of the products;
+            values: `[n]`. Softmax and sums are float32.
     """
 
     @staticmethod
     def forward(ctx, states: Tensor, weight: Tensor, values: Tensor) -> Tensor:
-        to_states, to_weight = torch.empty_like(states), torch.zeros_like(weight, dtype=torch.float32)
+        to_states, to_weight = (
+            torch.empty_like(states),
+            torch.zeros_like(weight, dtype=torch.float32),
+        )
         loss, size = torch.zeros((), device=states.device), _chunk(weight)
-        for part, wanted, to_part in zip(*(tensor.split(size) for tensor in (states, values, to_states)), strict=True):
+        for part, wanted, to_part in zip(
+            *(tensor.split(size) for tensor in (states, values, to_states)), strict=True
+        ):
             logarithms, place = (part @ weight.T).float().log_softmax(1), wanted.unsqueeze(1)
             loss -= logarithms.gather(1, place).sum()
-            errors = logarithms.exp_().scatter_add_(1, place, torch.full_like(place, -1, dtype=torch.float32))
+            errors = logarithms.exp_().scatter_add_(
+                1, place, torch.full_like(place, -1, dtype=torch.float32)
+            )
             errors = errors.to(weight.dtype)
             torch.mm(errors, weight, out=to_part)
             to_weight += errors.T @ part

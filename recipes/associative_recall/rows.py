@@ -1,9 +1,11 @@
 """The rows of multi-query associative recall, the same as zoology's for the same arguments.
 
-A row begins with pairs of a key and a value. After them each key comes once more, at an even distance from the pairs, where
-its value is to be predicted; short distances are more frequent. All other tokens are drawn from the whole vocabulary.
+A row begins with pairs of a key and a value. After them each key comes once more, at an even
+distance from the pairs, where its value is to be predicted; short distances are more frequent. All
+other tokens are drawn from the whole vocabulary.
 
-Source: Arora et al., "Zoology", arXiv 2312.04927; HazyResearch/zoology, `zoology/data/multiquery_ar.py` and `data/utils.py`.
+Source: Arora et al., "Zoology", arXiv 2312.04927; HazyResearch/zoology,
+`zoology/data/multiquery_ar.py` and `data/utils.py`.
 """
 
 import re
@@ -33,8 +35,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows and their questions: `inputs` `[rows, length]`; `places` `[rows, pairs]`, where a key is repeated; `values`
-    `[rows, pairs]`, the token to be predicted there."""
+    """Rows and their questions: `inputs` `[rows, length]`; `places` `[rows, pairs]`, where a key is
+    repeated; `values` `[rows, pairs]`, the token to be predicted there."""
 
     inputs: Tensor
     places: Tensor
@@ -50,27 +52,34 @@ class Rows:
 
     def to(self, device) -> "Rows":
         """The rows on a device, as 64-bit integers."""
-        return Rows(*(tensor.to(device, torch.int64) for tensor in (self.inputs, self.places, self.values)))
+        return Rows(
+            *(tensor.to(device, torch.int64) for tensor in (self.inputs, self.places, self.values))
+        )
 
 
 def read_parts(texts: Sequence[str], option: str, vocabulary: int) -> list[Part]:
-    """Parts written as LENGTHxPAIRSxROWS; UserError, which names the option, for one that cannot be made."""
+    """Parts written as LENGTHxPAIRSxROWS; UserError, which names the option, for one that cannot be
+    made."""
     parts = []
     for text in texts:
         if not re.fullmatch(r"[1-9]\d{0,8}x[1-9]\d{0,8}x[1-9]\d{0,8}", text):
-            raise UserError(f"--{option} {text}: give LENGTHxPAIRSxROWS, three numbers of at least 1, such as 64x4x1000")
+            raise UserError(
+                f"--{option} {text}: give LENGTHxPAIRSxROWS, three numbers of at "
+                "least 1, such as 64x4x1000"
+            )
         part = Part(*map(int, text.split("x")))
         if part.length % 2 or 4 * part.pairs > part.length or part.length >= vocabulary:
             raise UserError(
-                f"--{option} {text}: the length must be even, at least 4 * pairs = {4 * part.pairs}, and below --vocabulary "
-                f"{vocabulary}"
+                f"--{option} {text}: the length must be even, at least 4 * pairs = "
+                f"{4 * part.pairs}, and below --vocabulary {vocabulary}"
             )
         parts.append(part)
     return parts
 
 
 def seeds_of(seed: int, training: int, tests: int) -> tuple[list[int], list[int]]:
-    """A seed for each part of the training and of the tests; no part of the one has a seed of the other."""
+    """A seed for each part of the training and of the tests; no part of the one has a seed of the
+    other."""
     state = numpy.random.RandomState(seed)
     train = state.randint(0, 2**31, size=training, dtype=numpy.int64)
     return train.tolist(), state.randint(2**31, 2**32, size=tests, dtype=numpy.int64).tolist()
@@ -91,20 +100,27 @@ def make_all_rows(
 def make_rows(part: Part, vocabulary: int, seed: int) -> Rows:
     """The rows of a part: keys are below half of the vocabulary, values are the other half.
 
-    Row by row, as NumPy's old generator has no other way to the numbers that zoology draws. There the tokens that are in no
-    pair and no question come from torch's generator, whatever state it is in; here it is seeded with the part's seed.
+    Row by row, as NumPy's old generator has no other way to the numbers that zoology draws. There
+    the tokens that are in no pair and no question come from torch's generator, whatever state it is
+    in; here it is seeded with the part's seed.
     """
     state, half = numpy.random.RandomState(seed), vocabulary // 2
     everyone = range(part.rows)
     keys = 1 + numpy.stack([state.permutation(half - 1)[: part.pairs] for _ in everyone])
-    values = half + numpy.stack([state.permutation(vocabulary - half)[: part.pairs] for _ in everyone])
+    values = half + numpy.stack(
+        [state.permutation(vocabulary - half)[: part.pairs] for _ in everyone]
+    )
     space = part.length // 2 - part.pairs
     chances = POWER * numpy.arange(1, space + 1) ** (POWER - 1)
     chances /= chances.sum()
-    gaps = numpy.stack([state.choice(space, part.pairs, replace=False, p=chances) for _ in everyone])
+    gaps = numpy.stack(
+        [state.choice(space, part.pairs, replace=False, p=chances) for _ in everyone]
+    )
     places = 2 * (part.pairs + gaps)
 
-    inputs = torch.randint(vocabulary, (part.rows, part.length), generator=torch.Generator().manual_seed(seed)).int()
+    inputs = torch.randint(
+        vocabulary, (part.rows, part.length), generator=torch.Generator().manual_seed(seed)
+    ).int()
     inputs[:, 0 : 2 * part.pairs : 2] = torch.from_numpy(keys).int()
     inputs[:, 1 : 2 * part.pairs : 2] = torch.from_numpy(values).int()
     places = torch.from_numpy(places)

@@ -1,7 +1,8 @@
 """The training of one model, in zoology's way, resumable; and how well it answers.
 
-Batches come in the order of the parts, the same in every epoch; AdamW without warm-up, at a learning rate that falls from
-epoch to epoch as a cosine; after each epoch the tests, until their mean accuracy is above a threshold.
+Batches come in the order of the parts, the same in every epoch; AdamW without warm-up, at a
+learning rate that falls from epoch to epoch as a cosine; after each epoch the tests, until their
+mean accuracy is above a threshold.
 
 Source: HazyResearch/zoology, `zoology/train.py`.
 """
@@ -28,9 +29,17 @@ WEIGHT_DECAY = 0.1
 TEST_BATCH = {"cpu": 32, "cuda": 128}
 
 
-def train(model: Recaller, training: Sequence[Rows], tests: Sequence[tuple[Part, Rows]], options, rate: float, file: Path):
-    """Trains to the end, from the state in `file` where there is one. Returns a dict for each epoch: `epoch`, `loss` (the
-    mean over its steps), `tokens` and `seconds` so far, and what [`evaluate`] finds.
+def train(
+    model: Recaller,
+    training: Sequence[Rows],
+    tests: Sequence[tuple[Part, Rows]],
+    options,
+    rate: float,
+    file: Path,
+):
+    """Trains to the end, from the state in `file` where there is one. Returns a dict for each
+    epoch: `epoch`, `loss` (the mean over its steps), `tokens` and `seconds` so far, and what
+    [`evaluate`] finds.
 
     A run whose loss is not finite has `loss` None, and ends.
 
@@ -58,14 +67,22 @@ def train(model: Recaller, training: Sequence[Rows], tests: Sequence[tuple[Part,
             group.update(lr=held if on_gpu else now, capturable=on_gpu)
         name = f"epoch {epoch + 1}/{options.epochs}"
         for place, batch in enumerate(tqdm(batches, name, unit="step", leave=False)):
-            torch.manual_seed(options.seed + epoch * len(batches) + place)  # dropout is the same after a restart
+            # dropout is the same after a restart
+            torch.manual_seed(options.seed + epoch * len(batches) + place)
             total += step(batch.to(device))
         mean, found = total.item() / len(batches), evaluate(model, tests)
         seconds = (history[-1]["seconds"] if history else 0.0) + time.perf_counter() - clock
         line = {"epoch": epoch + 1, "loss": mean if math.isfinite(mean) else None, **found}
         history.append(line | {"tokens": (epoch + 1) * tokens, "seconds": round(seconds, 3)})
         with new_file(file) as part:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "history": history}, part)
+            torch.save(
+                {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "history": history,
+                },
+                part,
+            )
         say(f"  {name}: loss {mean:.4f}, accuracy {found['accuracy']:.3f}, {duration(seconds)}")
     return history
 
@@ -85,14 +102,16 @@ class Steps:
 
 
 class GraphedSteps(Steps):
-    """The same on a GPU, where so small a model would mostly wait for the CPU: one CUDA graph for each shape of a batch,
-    after its first. A replay reads the generator's seed, and dropout draws what it would without a graph."""
+    """The same on a GPU, where so small a model would mostly wait for the CPU: one CUDA graph for
+    each shape of a batch, after its first. A replay reads the generator's seed, and dropout draws
+    what it would without a graph."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, Rows, Tensor] | None] = {}
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(self.model.embedding.weight.device)  # of all steps: autograd remembers it
+        # of all steps: autograd remembers it
+        self.stream = torch.cuda.Stream(self.model.embedding.weight.device)
 
     def __call__(self, batch: Rows) -> Tensor:
         shape = batch.inputs.shape, batch.places.shape
@@ -103,7 +122,11 @@ class GraphedSteps(Steps):
                 loss = super().__call__(batch)
             else:
                 graph, held, loss = self.graphs[shape] = self.graphs[shape] or self.captured(batch)
-                held.inputs.copy_(batch.inputs), held.places.copy_(batch.places), held.values.copy_(batch.values)
+                (
+                    held.inputs.copy_(batch.inputs),
+                    held.places.copy_(batch.places),
+                    held.values.copy_(batch.values),
+                )
                 graph.replay()
         torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         return loss
@@ -118,7 +141,11 @@ class GraphedSteps(Steps):
 
 def _has_ended(history: list[dict], options) -> bool:
     last = history[-1] if history else {"epoch": 0, "loss": 0.0, "accuracy": 0.0}
-    return last["epoch"] == options.epochs or last["loss"] is None or last["accuracy"] > options.stop_above
+    return (
+        last["epoch"] == options.epochs
+        or last["loss"] is None
+        or last["accuracy"] > options.stop_above
+    )
 
 
 def _restore(model: Recaller, optimizer, file: Path) -> list[dict]:
@@ -128,17 +155,21 @@ def _restore(model: Recaller, optimizer, file: Path) -> list[dict]:
         optimizer.load_state_dict(saved["optimizer"])
         return saved["history"]
     except Exception as error:  # torch raises errors of many kinds for damaged files
-        raise UserError(f"cannot read {file}: {' '.join(str(error).split())[:200]}; delete it to train again") from error
+        raise UserError(
+            f"cannot read {file}: {' '.join(str(error).split())[:200]}; delete it to train again"
+        ) from error
 
 
 def evaluate(model: Recaller, tests: Sequence[tuple[Part, Rows]]) -> dict:
-    """Accuracy over all rows, as [`summarize`] has it, and `tests`, the same for each of them with its `length` and `pairs`.
-    Always in float32."""
+    """Accuracy over all rows, as [`summarize`] has it, and `tests`, the same for each of them with
+    its `length` and `pairs`. Always in float32."""
     device, was_training = model.embedding.weight.device, model.training
     model.eval()
     shares, found = [], []
     for part, rows in tests:
-        correct = torch.cat([model.correct(batch.to(device)) for batch in rows.batches(TEST_BATCH[device.type])])
+        correct = torch.cat(
+            [model.correct(batch.to(device)) for batch in rows.batches(TEST_BATCH[device.type])]
+        )
         shares.append(correct.double().cpu() / part.pairs)
         of_part = {"length": part.length, "pairs": part.pairs, "questions": part.rows * part.pairs}
         found.append(of_part | summarize(shares[-1]))
@@ -149,8 +180,8 @@ def evaluate(model: Recaller, tests: Sequence[tuple[Part, Rows]]) -> dict:
 def summarize(shares: Tensor) -> dict:
     """`rows`, their mean `accuracy`, and its 95 % interval, `low` to `high`.
 
-    The answers of a row depend on each other: it is Wilson's interval of as many independent answers as would vary as much,
-    or, where rows do not vary, of one answer for each.
+    The answers of a row depend on each other: it is Wilson's interval of as many independent
+    answers as would vary as much, or, where rows do not vary, of one answer for each.
 
     Args:
         shares: of each row's questions, the share with a right answer.

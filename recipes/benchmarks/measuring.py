@@ -1,7 +1,9 @@
-"""Seconds of things that do the same work, measured in turn in one process, and a GPU's peak memory.
+"""Seconds of things that do the same work, measured in turn in one process, and a GPU's peak
+memory.
 
-A machine's speed drifts: by its clock, its temperature and what else runs on it. What is measured in the same round meets
-the same machine, so a ratio is taken within each round, and the figure is the median over the rounds with its extremes.
+A machine's speed drifts: by its clock, its temperature and what else runs on it. What is measured
+in the same round meets the same machine, so a ratio is taken within each round, and the figure is
+the median over the rounds with its extremes.
 """
 
 import gc
@@ -17,7 +19,8 @@ Work = Callable[[], object]
 
 
 def wait_for(device: str) -> None:
-    """Returns when the device has done what was asked of it: work on a GPU is only queued by the calls that ask for it."""
+    """Returns when the device has done what was asked of it: work on a GPU is only queued by the
+    calls that ask for it."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
@@ -33,7 +36,12 @@ def seconds_of(run: Work, device: str, repeats: int = 1) -> float:
 
 
 def alternate(
-    runs: Mapping[str, Work], *, rounds: int, device: str, seed: int = 0, sample_seconds: float = 0.0
+    runs: Mapping[str, Work],
+    *,
+    rounds: int,
+    device: str,
+    seed: int = 0,
+    sample_seconds: float = 0.0,
 ) -> dict[str, list[float]]:
     """Seconds per run of each contestant, a value for each round.
 
@@ -42,11 +50,15 @@ def alternate(
     Args:
         runs: name → one run.
         rounds: at least 1.
-        sample_seconds: quick runs are repeated until a value stands for about so much time (0: never repeated).
+        sample_seconds: quick runs are repeated until a value stands for about so much time (0:
+            never repeated).
     """
     for run in runs.values():
         run()
-    repeats = {name: math.ceil(sample_seconds / max(seconds_of(run, device), 1e-4)) for name, run in runs.items()}
+    repeats = {
+        name: math.ceil(sample_seconds / max(seconds_of(run, device), 1e-4))
+        for name, run in runs.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in runs}
     draw = random.Random(seed)
     for _ in range(rounds):
@@ -57,11 +69,16 @@ def alternate(
 
 def spread(values: list[float], name: str) -> dict[str, float]:
     """Median, smallest and largest: `{name, name_lowest, name_highest}`."""
-    return {name: statistics.median(values), f"{name}_lowest": min(values), f"{name}_highest": max(values)}
+    return {
+        name: statistics.median(values),
+        f"{name}_lowest": min(values),
+        f"{name}_highest": max(values),
+    }
 
 
 def in_graph(run: Work) -> Work:
-    """The run as one CUDA graph: what it takes without the time in which the GPU waits for its next kernel."""
+    """The run as one CUDA graph: what it takes without the time in which the GPU waits for its next
+    kernel."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -75,8 +92,8 @@ def in_graph(run: Work) -> Work:
 
 
 def tried(work: Callable[[], object], device: str) -> dict:
-    """Runs it: `{"peak_bytes"}`, the most that it held of a GPU's memory beyond what was held before, or `{"skipped":
-    reason}`."""
+    """Runs it: `{"peak_bytes"}`, the most that it held of a GPU's memory beyond what was held
+    before, or `{"skipped": reason}`."""
     give_back_memory()
     on_gpu = device.startswith("cuda")
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
@@ -85,8 +102,14 @@ def tried(work: Callable[[], object], device: str) -> dict:
     try:
         work()
     except Exception as error:  # what does not run here is no reason to stop
-        short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
-        return {"skipped": "not enough memory" if short else f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(
+            error
+        )
+        return {
+            "skipped": "not enough memory"
+            if short
+            else f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        }
     return {"peak_bytes": torch.cuda.max_memory_allocated(device) - before} if on_gpu else {}
 
 

@@ -1,5 +1,6 @@
-"""Whole models, with their own attention ("stock") and with Infini-attention ("infini"), and what is done with them: a
-training step, new tokens. Nothing is dropped out: with dropout torch's attention on a CPU falls back to a slow way.
+"""Whole models, with their own attention ("stock") and with Infini-attention ("infini"), and what
+is done with them: a training step, new tokens. Nothing is dropped out: with dropout torch's
+attention on a CPU falls back to a slow way.
 """
 
 from collections.abc import Callable
@@ -22,17 +23,24 @@ from hf_infini.options import key_heads
 from hf_infini.tools.training import parameter_groups
 
 KINDS = ("infini", "stock")
-# How they decode: as `generate()` does it there, and on a GPU also without torch.compile, and with a cache that it compiles
+# How they decode: as `generate()` does it there, and on a GPU also without torch.compile, and with
+# a cache that it compiles
 WAYS = {"cpu": KINDS, "cuda": ("infini", "infini-eager", "stock-static", "stock")}
 COMPILED = {"cpu": (), "cuda": ("infini", "stock-static")}
 SEGMENT = 256
-WINDOW = {"local_segments": 1, "sink_tokens": 4, "gate_init": -4.0}  # of what was trained with its own attention
-READ = 2048  # tokens that the model with Infini-attention reads at most: its state does not grow after them
+# of what was trained with its own attention
+WINDOW = {"local_segments": 1, "sink_tokens": 4, "gate_init": -4.0}
+# tokens that the model with Infini-attention reads at most: its state does not grow after them
+READ = 2048
 
 
 def _llama(width: int, inner: int, layers: int, heads: int, kv_heads: int) -> dict:
     sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
-    return sizes | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": 49152}
+    return sizes | {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": 49152,
+    }
 
 
 SIZES = {
@@ -51,8 +59,16 @@ def heads_of(name: str) -> tuple[int, int]:
     return heads, (sizes.get("n_embd") or sizes["hidden_size"]) // heads
 
 
-def build(kind: str, name: str, positions: int, device: str, seed: int = 0, dtype: torch.dtype = torch.float32):
-    """A model in evaluation mode, of [`SIZES`] with random weights, or a checkpoint; stock GPT-2 has so many `positions`."""
+def build(
+    kind: str,
+    name: str,
+    positions: int,
+    device: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+):
+    """A model in evaluation mode, of [`SIZES`] with random weights, or a checkpoint; stock GPT-2
+    has so many `positions`."""
     torch.manual_seed(seed)
     segment = 16 if name == "tiny" else SEGMENT
     options = {"segment_length": segment}
@@ -77,12 +93,14 @@ def build(kind: str, name: str, positions: int, device: str, seed: int = 0, dtyp
 def random_ids(model, batch: int, tokens: int, seed: int) -> torch.Tensor:
     """`[batch, tokens]`, without the last id, which ends a text."""
     draw = torch.Generator().manual_seed(seed)
-    return torch.randint(model.config.vocab_size - 1, (batch, tokens), generator=draw).to(model.device)
+    return torch.randint(model.config.vocab_size - 1, (batch, tokens), generator=draw).to(
+        model.device
+    )
 
 
 def training_step(model, ids: torch.Tensor, dtype: str) -> Callable[[], None]:
-    """A step on `[batch, tokens]`: forward, backward and AdamW, as recipes/train.py takes it, without clipping; in
-    bfloat16 that is autocast."""
+    """A step on `[batch, tokens]`: forward, backward and AdamW, as recipes/train.py takes it,
+    without clipping; in bfloat16 that is autocast."""
     model.train()
     optimizer = torch.optim.AdamW(parameter_groups(model, 1e-4, 1e-3, 0.1), fused=True)
 
@@ -98,8 +116,9 @@ def training_step(model, ids: torch.Tensor, dtype: str) -> Callable[[], None]:
 
 @torch.no_grad()
 def cache_after(model, way: str, batch: int, context: int, seed: int, room: int = 0):
-    """The cache after `context` tokens of each row. A stock model's is of random keys and values, a memory of the last
-    [`READ`] tokens: what a step costs depends on neither. `room`: new tokens that a static one must hold."""
+    """The cache after `context` tokens of each row. A stock model's is of random keys and values, a
+    memory of the last [`READ`] tokens: what a step costs depends on neither. `room`: new tokens
+    that a static one must hold."""
     if way.startswith("infini"):
         return read_in_chunks(model, random_ids(model, batch, min(context, READ), seed), READ)
     cache, config = DynamicCache(config=model.config), model.config
@@ -108,14 +127,16 @@ def cache_after(model, way: str, batch: int, context: int, seed: int, room: int 
     heads, *widths = key_heads(config)
     for layer in range(config.num_hidden_layers):
         shapes = ((batch, heads, context, width) for width in widths)
-        keys, values = (torch.randn(shape, device=model.device, dtype=model.dtype) for shape in shapes)
+        keys, values = (
+            torch.randn(shape, device=model.device, dtype=model.dtype) for shape in shapes
+        )
         cache.update(keys, values, layer)
     return cache
 
 
 def new_tokens(model, cache, batch: int, steps: int, compiled: bool = False) -> Callable[[], None]:
-    """A run of `steps` new tokens for each row, one call each; the cache goes on from run to run. `compiled`: by the call of
-    `generate()` on a GPU."""
+    """A run of `steps` new tokens for each row, one call each; the cache goes on from run to run.
+    `compiled`: by the call of `generate()` on a GPU."""
     token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
     call = model.get_compiled_call(None) if compiled else model
 

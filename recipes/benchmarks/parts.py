@@ -1,6 +1,7 @@
-"""What recipes/benchmark.py measures. Each part is a function of its options that yields rows of what is measured together:
-`work` (the table that a row belongs to), `name`, the settings in words, and `skipped` (why there is nothing else) or
-measurements: `seconds`, `graph` and `ratio` with their extremes, `peak_bytes`, `cache_bytes`, `tokens_per_second`.
+"""What recipes/benchmark.py measures. Each part is a function of its options that yields rows of
+what is measured together: `work` (the table that a row belongs to), `name`, the settings in words,
+and `skipped` (why there is nothing else) or measurements: `seconds`, `graph` and `ratio` with their
+extremes, `peak_bytes`, `cache_bytes`, `tokens_per_second`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,11 @@ from .models import KINDS
 # By device: of a layer; rows of tokens in training; tokens before a new one
 SHAPES = {
     "cpu": ((1024, 256), (4096, 256), (16384, 256), (16384, 64)),
-    "cuda": tuple((tokens, segment) for tokens in (2048, 4096, 8192, 16384, 65536, 131072) for segment in (64, 256, 1024)),
+    "cuda": tuple(
+        (tokens, segment)
+        for tokens in (2048, 4096, 8192, 16384, 65536, 131072)
+        for segment in (64, 256, 1024)
+    ),
 }
 NAMES = {
     "cpu": (BASE, "infini-delta", "infini-gated-delta", "causal-sdpa", "loop-split"),
@@ -34,7 +39,9 @@ def _usual(table: Mapping, how):
 
 def _times(how, runs: Mapping, sample_seconds: float = 0.0) -> dict[str, list[float]]:
     """Seconds of runs that take turns."""
-    return measuring.alternate(runs, rounds=how.rounds, device=how.device, seed=how.seed, sample_seconds=sample_seconds)
+    return measuring.alternate(
+        runs, rounds=how.rounds, device=how.device, seed=how.seed, sample_seconds=sample_seconds
+    )
 
 
 def compared(rows: dict, times: Mapping, base: str, steps: int = 1, tokens: int = 0) -> list[dict]:
@@ -61,13 +68,15 @@ def attention(how) -> Iterator[list[dict]]:
     """Seconds of each contestant, and of its CUDA graph."""
     heads, width = models.heads_of(how.model)
     for dtype in how.dtypes:
-        for tokens, segment in how.shapes or ([(64, 8)] if how.model == "tiny" else _usual(SHAPES, how)):
+        for tokens, segment in how.shapes or (
+            [(64, 8)] if how.model == "tiny" else _usual(SHAPES, how)
+        ):
             yield _layers(how, Shape(tokens, segment, heads, width, dtype=dtype))
 
 
 def _layers(how, shape: Shape) -> list[dict]:
-    """`peak_bytes` has `extra` with it, what is held beyond query, key, value, output and their gradients in units of
-    those."""
+    """`peak_bytes` has `extra` with it, what is held beyond query, key, value, output and their
+    gradients in units of those."""
     problem = Problem.random(shape, how.device, how.seed)
     same = {name: getattr(shape, name) for name in ("tokens", "segment", "dtype")}
     same["work"] = "one layer, forward and backward"
@@ -77,7 +86,9 @@ def _layers(how, shape: Shape) -> list[dict]:
         measuring.tried(run, how.device)  # what is compiled is compiled now
         rows[name] = {**same, "name": name, **measuring.tried(run, how.device)}
         if "peak_bytes" in rows[name]:
-            rows[name]["extra"] = (rows[name]["peak_bytes"] - 4 * shape.tensor_bytes()) / (8 * shape.tensor_bytes())
+            rows[name]["extra"] = (rows[name]["peak_bytes"] - 4 * shape.tensor_bytes()) / (
+                8 * shape.tensor_bytes()
+            )
         if "skipped" not in rows[name]:
             runs[name] = run
     found = compared(rows, _times(how, runs, sample_seconds=0.05), BASE)
@@ -89,14 +100,17 @@ def _layers(how, shape: Shape) -> list[dict]:
 
 
 def model(how) -> Iterator[list[dict]]:
-    """Training steps of one row, and their peak memory: gradients, the optimiser's state and what a step computes."""
+    """Training steps of one row, and their peak memory: gradients, the optimiser's state and what a
+    step computes."""
     for dtype in how.dtypes:
         for context in how.contexts or _usual(TRAINED, how):
             same = {"work": f"training step, {how.model}", "tokens": context, "dtype": dtype}
             rows, times = {}, {}
             for kind in KINDS:  # one after the other: both at once need twice the memory
                 built = models.build(kind, how.model, context, how.device, how.seed)
-                step = models.training_step(built, models.random_ids(built, 1, context, how.seed), dtype)
+                step = models.training_step(
+                    built, models.random_ids(built, 1, context, how.seed), dtype
+                )
                 rows[kind] = {**same, "name": kind, **measuring.tried(step, how.device)}
                 if "skipped" not in rows[kind]:
                     times |= _times(how, {kind: step})
@@ -109,30 +123,49 @@ def decoding(how) -> Iterator[list[dict]]:
     for dtype in how.dtypes:
         contexts = how.contexts or _usual(BEFORE, how)
         longest = max(contexts) + _usual(NEW_TOKENS, how) * (how.rounds + 3)
-        both = {kind: models.build(kind, how.model, longest, how.device, how.seed, getattr(torch, dtype)) for kind in KINDS}
+        both = {
+            kind: models.build(
+                kind, how.model, longest, how.device, how.seed, getattr(torch, dtype)
+            )
+            for kind in KINDS
+        }
         for batch in how.batches:
             for context in contexts:
                 yield _after(how, both, dtype, batch, context)
 
 
 def _after(how, both: Mapping, dtype: str, batch: int, context: int) -> list[dict]:
-    same = {"work": f"new token of each row, {how.model}", "tokens": context, "rows": batch, "dtype": dtype}
+    same = {
+        "work": f"new token of each row, {how.model}",
+        "tokens": context,
+        "rows": batch,
+        "dtype": dtype,
+    }
     rows, runs, caches, steps = {}, {}, {}, _usual(NEW_TOKENS, how)
     for way in _usual(models.WAYS, how):
 
         def begin(way=way) -> None:
             built = both[way.partition("-")[0]]
-            caches[way] = models.cache_after(built, way, batch, context, how.seed, steps * (how.rounds + 3))
-            runs[way] = models.new_tokens(built, caches[way], batch, steps, way in _usual(models.COMPILED, how))
+            caches[way] = models.cache_after(
+                built, way, batch, context, how.seed, steps * (how.rounds + 3)
+            )
+            runs[way] = models.new_tokens(
+                built, caches[way], batch, steps, way in _usual(models.COMPILED, how)
+            )
             runs[way]()
 
         tried = measuring.tried(begin, how.device)
-        rows[way] = {**same, "name": way} | {name: tried[name] for name in tried if name == "skipped"}
+        rows[way] = {**same, "name": way} | {
+            name: tried[name] for name in tried if name == "skipped"
+        }
         if "skipped" in tried:
             runs.pop(way, None)
             caches.pop(way, None)
     found = compared(rows, _times(how, runs), BASE, steps, tokens=batch)
-    return [row | ({"cache_bytes": cache_bytes(caches[row["name"]])} if row["name"] in caches else {}) for row in found]
+    return [
+        row | ({"cache_bytes": cache_bytes(caches[row["name"]])} if row["name"] in caches else {})
+        for row in found
+    ]
 
 
 PARTS = {function.__name__: function for function in (attention, model, decoding)}

@@ -9,14 +9,20 @@ SETTINGS = ("tokens", "segment", "rows", "dtype")  # columns, where rows have th
 
 
 def markdown(rows: list[dict]) -> str:
-    """A table for each kind of work. Times are medians, with the fastest and slowest round beside them."""
-    tables = {work: [row for row in rows if row["work"] == work] for work in dict.fromkeys(row["work"] for row in rows)}
+    """A table for each kind of work. Times are medians, with the fastest and slowest round beside
+    them."""
+    tables = {
+        work: [row for row in rows if row["work"] == work]
+        for work in dict.fromkeys(row["work"] for row in rows)
+    }
     return "\n\n".join(f"**{work}**\n\n{_table(group)}" for work, group in tables.items())
 
 
 def _table(rows: list[dict]) -> str:
     settings = [name for name in SETTINGS if any(name in row for row in rows)]
-    measures = {title: show for title, show in MEASURES.items() if any(show(row) for row in rows)} or {"": _skipped}
+    measures = {
+        title: show for title, show in MEASURES.items() if any(show(row) for row in rows)
+    } or {"": _skipped}
     lines = []
     for row in rows:
         words = [f"{row[name]:,}" if isinstance(row[name], int) else row[name] for name in settings]
@@ -35,7 +41,9 @@ def _spread(name: str, form: str, unit: float = 1.0) -> Callable[[dict], str]:
     def show(row: dict) -> str:
         if name not in row:
             return ""
-        middle, low, high = (format(row[name + end] / unit, form) for end in ("", "_lowest", "_highest"))
+        middle, low, high = (
+            format(row[name + end] / unit, form) for end in ("", "_lowest", "_highest")
+        )
         return middle if low == high else f"{middle} ({low} – {high})"
 
     return show

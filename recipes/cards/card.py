@@ -17,8 +17,18 @@ from .run import Run, data_name, last_part, shorten_command, shorten_path
 
 TEMPLATE = Path(__file__).with_name("template.md")
 # Options of an evaluation of perplexity that a card names where they are others than these
-USUAL = {"length": None, "min_characters": 0, "max_tokens": None, "precision": "float32", "memory": "on"}
-ATTENTION = {"self": "self-attention", "global": "self-attention", "local": "sliding-window attention"}
+USUAL = {
+    "length": None,
+    "min_characters": 0,
+    "max_tokens": None,
+    "precision": "float32",
+    "memory": "on",
+}
+ATTENTION = {
+    "self": "self-attention",
+    "global": "self-attention",
+    "local": "sliding-window attention",
+}
 ATTENTION |= {"infini": "Infini-attention", "none": "no attention"}
 
 
@@ -48,7 +58,9 @@ def write_card(run: Run, about, samples: list[dict], loss_curve: str | None = No
         base_model=about.base_model,
     )
     chosen = {name: config[name] for name in result["options"] if config.get(name) is not None}
-    template = Template(TEMPLATE.read_text(encoding="utf-8"), undefined=StrictUndefined, keep_trailing_newline=True)
+    template = Template(
+        TEMPLATE.read_text(encoding="utf-8"), undefined=StrictUndefined, keep_trailing_newline=True
+    )
     return template.render(
         card_data=data.to_yaml(),
         run=run,
@@ -62,7 +74,11 @@ def write_card(run: Run, about, samples: list[dict], loss_curve: str | None = No
         has_memory=kind == "infini",
         context_limit=context_limit(SimpleNamespace(**config)),
         load_from=about.repo_id or shorten_path(about.out),
-        chosen={name: value for name, value in chosen.items() if name not in ("n_layer", "n_embd", "n_head")},
+        chosen={
+            name: value
+            for name, value in chosen.items()
+            if name not in ("n_layer", "n_embd", "n_head")
+        },
         command=shorten_command(result["command"]),
         loss_curve=loss_curve,
         notes=about.notes and Path(about.notes).read_text(encoding="utf-8").strip(),
@@ -71,21 +87,37 @@ def write_card(run: Run, about, samples: list[dict], loss_curve: str | None = No
 
 
 def losses(run: Run) -> str:
-    """Cross-entropy and perplexity: of the validation by recipes/train.py, and of evaluations that do not only repeat it."""
+    """Cross-entropy and perplexity: of the validation by recipes/train.py, and of evaluations that
+    do not only repeat it."""
     rows = {(run.data, "validation", ""): run.result | {"tokens": run.result["validation_tokens"]}}
     usual = USUAL | {"separate_documents": bool(run.result["options"].get("separate_documents"))}
     for found in run.of_task("perplexity"):
-        how = [f"{name} {found['options'][name]}" for name in usual if found["options"][name] != usual[name]]
+        how = [
+            f"{name} {found['options'][name]}"
+            for name in usual
+            if found["options"][name] != usual[name]
+        ]
         own = found["data_fingerprint"] == run.result["data_fingerprint"]
-        rows.setdefault((run.data if own else last_part(found["source"]), found["split"] or "", ", ".join(how)), found)
+        rows.setdefault(
+            (run.data if own else last_part(found["source"]), found["split"] or "", ", ".join(how)),
+            found,
+        )
     cells = [
-        [", ".join(filter(None, place)), f"{row['tokens']:,}", f"{row['cross_entropy']:.4f}", f"{row['perplexity']:.2f}"]
+        [
+            ", ".join(filter(None, place)),
+            f"{row['tokens']:,}",
+            f"{row['cross_entropy']:.4f}",
+            f"{row['perplexity']:.2f}",
+        ]
         for place, row in rows.items()
     ]
     table = markdown_table(["text", "tokens", "cross-entropy", "perplexity"], cells, left=1)
     text = "Cross-entropy in nats per token over all predicted tokens, perplexity its exponential."
     if asked := exercises(run):
-        text += f" The rows of {run.data} are exercises of recall ({asked}): their numbers say nothing of running text."
+        text += (
+            f" The rows of {run.data} are exercises of recall ({asked}): their numbers say "
+            "nothing of running text."
+        )
     return f"{table}\n\n{text} Measured on {measured_on(run.result, *run.of_task('perplexity'))}."
 
 
@@ -93,12 +125,17 @@ def format_answers(cell: dict) -> str:
     """`45/48 (83.2–97.9 %)`."""
     if "accuracy" not in cell:
         return "not possible"
-    return f"{cell['correct']}/{cell['samples']} ({100 * cell['low']:.1f}–{100 * cell['high']:.1f} %)"
+    return (
+        f"{cell['correct']}/{cell['samples']} ({100 * cell['low']:.1f}–{100 * cell['high']:.1f} %)"
+    )
 
 
 def counting_note(found: dict) -> str:
     text = "Counted are the answers that greedy decoding gives exactly, with 95 % Wilson intervals"
-    return f"{text}; {found['options']['precision']}, seed {found['options']['seed']}; {measured_on(found)}."
+    return (
+        f"{text}; {found['options']['precision']}, seed {found['options']['seed']}; "
+        f"{measured_on(found)}."
+    )
 
 
 def describe_source(found: dict) -> str:
@@ -114,13 +151,28 @@ def measured_on(*files: dict) -> str:
 
 
 def exercises(run: Run) -> str | None:
-    """What the rows of the run's data ask for where they are no running text but exercises of recall: `codes, echo`."""
+    """What the rows of the run's data ask for where they are no running text but exercises of
+    recall: `codes, echo`."""
     if run.manifest is None or "prepared_from" not in run.manifest["options"]:
         return None
-    kinds = dict.fromkeys(kind for split in run.manifest["splits"].values() for kind in split.get("rows_by_kind", {}))
+    kinds = dict.fromkeys(
+        kind for split in run.manifest["splits"].values() for kind in split.get("rows_by_kind", {})
+    )
     return ", ".join(kind for kind in kinds if kind != "text")
 
 
-FUNCTIONS = {function.__name__: function for function in (
-    counting_note, data_name, describe_source, fence, format_answers, last_part, losses, number, repr, shorten_path,
-)}  # fmt: skip
+FUNCTIONS = {
+    function.__name__: function
+    for function in (
+        counting_note,
+        data_name,
+        describe_source,
+        fence,
+        format_answers,
+        last_part,
+        losses,
+        number,
+        repr,
+        shorten_path,
+    )
+}

@@ -1,4 +1,5 @@
-"""The folder of a published model: weights in bfloat16, tokenizer, the code that travels, and samples by that model."""
+"""The folder of a published model: weights in bfloat16, tokenizer, the code that travels, and
+samples by that model."""
 
 import shutil
 from pathlib import Path
@@ -13,14 +14,17 @@ from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from hf_infini.options import context_limit
 
 LOSS_CURVE = "loss_curve.png"
-NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # whatever the model's own generation config says
+# whatever the model's own generation config says
+NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 METHODS = ({"do_sample": False, "num_beams": 1}, {"do_sample": True, **NEUTRAL, "top_p": 0.9})
 
 
 def write_model(run: Path, folder: Path) -> None:
-    """Writes the model, in bfloat16 and with its code, the tokenizer and the loss curve of a run into an empty folder.
+    """Writes the model, in bfloat16 and with its code, the tokenizer and the loss curve of a run
+    into an empty folder.
 
-    Raises ValueError where weights of the run are missing or its tokenizer does not fit, and the errors of transformers.
+    Raises ValueError where weights of the run are missing or its tokenizer does not fit, and the
+    errors of transformers.
     """
     model = load_causal_lm(run, dtype=torch.bfloat16, local_files_only=True)
     tokenizer = load_tokenizer(run, model=model, local_files_only=True)
@@ -30,13 +34,21 @@ def write_model(run: Path, folder: Path) -> None:
         shutil.copyfile(run / LOSS_CURVE, folder / LOSS_CURVE)
 
 
-def generate_samples(folder: Path, prompts: list[str], new_tokens: int, seed: int, device: str = "auto") -> list[dict]:
-    """A continuation of each prompt by each of [`METHODS`]: `prompt`, `arguments` (of `generate`), `seed`, `text`."""
+def generate_samples(
+    folder: Path, prompts: list[str], new_tokens: int, seed: int, device: str = "auto"
+) -> list[dict]:
+    """A continuation of each prompt by each of [`METHODS`]: `prompt`, `arguments` (of `generate`),
+    `seed`, `text`."""
     model, tokenizer = inference.load_model(str(folder), device)
     limit, samples = context_limit(model.config), []
-    for prompt, ids in zip(prompts, encode_texts(tokenizer, prompts, split_special_tokens=False), strict=True):
+    for prompt, ids in zip(
+        prompts, encode_texts(tokenizer, prompts, split_special_tokens=False), strict=True
+    ):
         input_ids = torch.from_numpy(ids)[None].to(model.device)
-        inputs, length = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}, len(ids)
+        inputs, length = (
+            {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)},
+            len(ids),
+        )
         if length == 0:
             raise UserError(f"--prompt {prompt!r} has no token in the vocabulary of the model")
         inference.check_length(model.config, length + 1)

@@ -1,4 +1,5 @@
-"""What a card is written from: the JSON files of a run, found and read; and paths without the names of a machine."""
+"""What a card is written from: the JSON files of a run, found and read; and paths without the names
+of a machine."""
 
 import itertools
 import re
@@ -10,7 +11,8 @@ from support.stages import read_json, read_manifest
 from training.run_folder import RESULT_ENTRIES, read_result
 from training.setup import data_fingerprint
 
-TASKS = ("evaluation", "perplexity", "passkey", "facts")  # how recipes/evaluate_model.py names its files
+# how recipes/evaluate_model.py names its files
+TASKS = ("evaluation", "perplexity", "passkey", "facts")
 EVALUATION = {"options": dict} | dict.fromkeys(("memory", "date", "hardware"), str)
 
 
@@ -20,10 +22,11 @@ class Run:
 
     Attributes:
         config, result: config.json and result.json of recipes/train.py.
-        manifest: of the data, by recipes/prepare.py or prepare_recall.py; None where the data are not at hand.
+        manifest: of the data, by recipes/prepare.py or prepare_recall.py; None where the data are
+            not at hand.
         evaluations: of recipes/evaluate_model.py.
-        earlier: name and result of the runs that this one was continued from, the first one first; a result is None where
-            the run is no longer there.
+        earlier: name and result of the runs that this one was continued from, the first one first;
+            a result is None where the run is no longer there.
     """
 
     config: dict
@@ -41,7 +44,8 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads the files of a finished run of recipes/train.py; a UserError where it is not finished or one is damaged."""
+    """Reads the files of a finished run of recipes/train.py; a UserError where it is not finished
+    or one is damaged."""
     result = read_result(folder)
     data = Path(data_folder(result) or "")
     manifest = read_manifest(data) if (data / "manifest.json").is_file() else None
@@ -53,14 +57,17 @@ def read_run(folder: Path) -> Run:
         config=read_json(folder / "config.json"),
         result=result,
         manifest=manifest,
-        evaluations=[read_json(file, EVALUATION, "it is damaged: remove it, or evaluate again") for file in files],
+        evaluations=[
+            read_json(file, EVALUATION, "it is damaged: remove it, or evaluate again")
+            for file in files
+        ],
         earlier=earlier_runs(result),
     )
 
 
 def earlier_runs(result: dict) -> list[tuple[str, dict | None]]:
-    """The runs that `--init_from` leads back to, the first one first. Of one that is gone, or was trained again since, only
-    the name is known, and nothing of what came before it."""
+    """The runs that `--init_from` leads back to, the first one first. Of one that is gone, or was
+    trained again since, only the name is known, and nothing of what came before it."""
     runs: list[tuple[str, dict | None]] = []
     while (start := result["options"].get("init_from")) is not None:
         file = Path(start) / "result.json"
@@ -80,13 +87,18 @@ def data_name(result: dict) -> str:
 def data_folder(result: dict) -> str | None:
     """What --data was in the command of a result.json; None where a --config file named it."""
     words = [piece for word in shlex.split(result["command"]) for piece in word.split("=", 1)]
-    return next((folder for word, folder in reversed([*itertools.pairwise(words)]) if word == "--data"), None)
+    return next(
+        (folder for word, folder in reversed([*itertools.pairwise(words)]) if word == "--data"),
+        None,
+    )
 
 
 def shorten_path(text: str) -> str:
-    """The last one or two components of an absolute path, or of one that begins with `~` or `..`; other text as it is.
+    """The last one or two components of an absolute path, or of one that begins with `~` or `..`;
+    other text as it is.
 
-    The first two name a machine and its user rather than a run: they are only shown where there is no other.
+    The first two name a machine and its user rather than a run: they are only shown where there is
+    no other.
     """
     if not re.match(r"([A-Za-z]:)?[\\/]|~|\.\.[\\/]", text):
         return text

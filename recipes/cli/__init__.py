@@ -1,7 +1,8 @@
-"""The recipes' command lines: the fields of dataclasses are the options; flags override the entries of a YAML file.
+"""The recipes' command lines: the fields of dataclasses are the options; flags override the entries
+of a YAML file.
 
-Every recipe calls [`parse_options`] and decorates its `main` with [`exit_on_error`]. Nothing here imports hf_infini, which
-takes seconds: `--help` answers at once.
+Every recipe calls [`parse_options`] and decorates its `main` with [`exit_on_error`]. Nothing here
+imports hf_infini, which takes seconds: `--help` answers at once.
 """
 
 import math
@@ -14,37 +15,58 @@ from pathlib import Path
 
 from .errors import NotPossible, UserError, describe, exit_on_error, one_line
 
-__all__ = ["NotPossible", "UserError", "describe", "exit_on_error", "one_line", "option", "parse_options"]
+__all__ = [
+    "NotPossible",
+    "UserError",
+    "describe",
+    "exit_on_error",
+    "one_line",
+    "option",
+    "parse_options",
+]
 __all__ += ["parse_yaml", "read_yaml"]
 
 # What an option's metadata may demand of its number, or of each in its list
-BOUNDS = {"at_least": operator.ge, "greater_than": operator.gt, "at_most": operator.le, "below": operator.lt}
+BOUNDS = {
+    "at_least": operator.ge,
+    "greater_than": operator.gt,
+    "at_most": operator.le,
+    "below": operator.lt,
+}
 SEED = {"at_least": 0, "at_most": 2**32 - 1}  # NumPy's generators take no other
-ADAPTER = "Adapter of hf-infini fit or finetune_lora.py to put on --model: a folder or a name on the Hub."
+ADAPTER = (
+    "Adapter of hf-infini fit or finetune_lora.py to put on --model: a folder or a name on the Hub."
+)
 
 
 def option(default, help_text: str, **metadata):
     """A field of an options dataclass: its default and its help text (with the unit).
 
-    `metadata` may have `choices`; the bounds of a number (`at_least=1`); `group`, the heading in `--help` of this option and
-    those after it; and `rare=True` for an option that only `--help_all` shows, as it is mostly set in a file.
+    `metadata` may have `choices`; the bounds of a number (`at_least=1`); `group`, the heading in
+    `--help` of this option and those after it; and `rare=True` for an option that only `--help_all`
+    shows, as it is mostly set in a file.
     """
     given = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(**given, metadata={"help": help_text, **metadata})
 
 
-def parse_options(*option_classes: type, description: str, argv: Sequence[str] | None = None) -> tuple:
+def parse_options(
+    *option_classes: type, description: str, argv: Sequence[str] | None = None
+) -> tuple:
     """Parses flags, and the YAML file named by `--config`, into one instance of each dataclass.
 
-    The file's entries become flags in front of the given ones: types and choices are checked in both, and a given flag wins.
+    The file's entries become flags in front of the given ones: types and choices are checked in
+    both, and a given flag wins.
 
     Args:
-        option_classes: dataclasses; each field is an option, its `metadata["help"]` the help text (with the unit).
+        option_classes: dataclasses; each field is an option, its `metadata["help"]` the help text
+            (with the unit).
         description: shown by `--help`, usually the recipe's docstring.
         argv: the arguments without the program's name; `None` reads `sys.argv`.
 
-    Exits with status 2 and a message on standard error when an option is unknown, missing or malformed. Raises UserError
-    when a number is out of its bounds or not finite, a needed text is empty, or an entry of the file is not possible.
+    Exits with status 2 and a message on standard error when an option is unknown, missing or
+    malformed. Raises UserError when a number is out of its bounds or not finite, a needed text is
+    empty, or an entry of the file is not possible.
     """
     from .parser import OptionParser, show_no_bars_of_weights
 
@@ -54,7 +76,9 @@ def parse_options(*option_classes: type, description: str, argv: Sequence[str] |
     file_name = parser.config_in(argv)
     if file_name is not None:
         argv = _flags_of_file(file_name, parser.takes_lists) + argv
-    *options, _, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
+    *options, _, unknown = parser.parse_args_into_dataclasses(
+        argv, return_remaining_strings=True, look_for_args_file=False
+    )
     if unknown:
         parser.error(f"unrecognised arguments: {' '.join(unknown)}")
     for group in options:
@@ -63,8 +87,11 @@ def parse_options(*option_classes: type, description: str, argv: Sequence[str] |
 
 
 def bounds_in_words(metadata) -> str:
-    """The bounds in an option's metadata, as a sentence has them: "at least 0 and below 1"; "" where there are none."""
-    return " and ".join(f"{name.replace('_', ' ')} {metadata[name]}" for name in BOUNDS if name in metadata)
+    """The bounds in an option's metadata, as a sentence has them: "at least 0 and below 1"; ""
+    where there are none."""
+    return " and ".join(
+        f"{name.replace('_', ' ')} {metadata[name]}" for name in BOUNDS if name in metadata
+    )
 
 
 def _check(options) -> None:
@@ -76,7 +103,9 @@ def _check(options) -> None:
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            if not math.isfinite(value) or not all(BOUNDS[name](value, bounds[name]) for name in BOUNDS if name in bounds):
+            if not math.isfinite(value) or not all(
+                BOUNDS[name](value, bounds[name]) for name in BOUNDS if name in bounds
+            ):
                 wanted = bounds_in_words(bounds) or "a finite number"
                 raise UserError(f"--{described.name} must be {wanted}, got {value}")
 
@@ -86,16 +115,20 @@ def read_yaml(path: Path, where: str, typed: bool = True) -> dict:
     try:
         content = parse_yaml(path.read_text(encoding="utf-8-sig"), where, typed)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{where} cannot be read ({error}): give a YAML file of `name: value` lines, in UTF-8") from error
+        raise UserError(
+            f"{where} cannot be read ({error}): give a YAML file of `name: value` lines, in UTF-8"
+        ) from error
     if not isinstance(content, dict | None):
         raise UserError(f"{where} must hold `name: value` lines, got a {type(content).__name__}")
     return content or {}
 
 
 def parse_yaml(text: str, where: str, typed: bool = True):
-    """What a YAML text says, in which no name may come twice; a UserError, which begins with `where`, if it is none.
+    """What a YAML text says, in which no name may come twice; a UserError, which begins with
+    `where`, if it is none.
 
-    `typed`: whether values get YAML's types; otherwise they are text as it is written, as flags are.
+    `typed`: whether values get YAML's types; otherwise they are text as it is written, as flags
+    are.
     """
     import yaml
 

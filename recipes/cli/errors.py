@@ -1,4 +1,5 @@
-"""How a recipe ends that cannot go on: one line on standard error, an exit status, and a traceback only on request."""
+"""How a recipe ends that cannot go on: one line on standard error, an exit status, and a traceback
+only on request."""
 
 import functools
 import os
@@ -10,7 +11,8 @@ TRACEBACK = "--traceback"
 
 
 class UserError(Exception):
-    """Something that the user can mend (a wrong path, a damaged file, options that clash): shown without a traceback."""
+    """Something that the user can mend (a wrong path, a damaged file, options that clash): shown
+    without a traceback."""
 
 
 class NotPossible(UserError):
@@ -23,10 +25,11 @@ class NotPossible(UserError):
 
 
 def exit_on_error(when_stopped: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator of a recipe's `main`: whatever ends it early becomes one line on standard error and an exit status.
+    """Decorator of a recipe's `main`: whatever ends it early becomes one line on standard error and
+    an exit status.
 
-    1 is the status of an error, 130 that of Ctrl-C, as shells have them. `--traceback` among the arguments shows where an
-    error comes from.
+    1 is the status of an error, 130 that of Ctrl-C, as shells have them. `--traceback` among the
+    arguments shows where an error comes from.
 
     Args:
         when_stopped: what Ctrl-C leaves, and how to go on: "the same command goes on from here".
@@ -56,12 +59,16 @@ def describe(error: Exception) -> str:
     """What happened, in one line without the kind of error where that says nothing to a user."""
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, ValueError):  # as hf_infini raises them: a sentence that says what is allowed
+    # as hf_infini raises them: a sentence that says what is allowed
+    if isinstance(error, ValueError):
         return one_line(error)
     if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
         return f"{error.name} is not installed: pip install 'hf-infini[recipes]'"
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.strerror}: {' -> '.join(str(name) for name in (error.filename, error.filename2) if name)}"
+        return (
+            f"{error.strerror}: "
+            f"{' -> '.join(str(name) for name in (error.filename, error.filename2) if name)}"
+        )
     return f"{type(error).__name__}: {one_line(error)} ({TRACEBACK} shows where)"
 
 
@@ -76,7 +83,8 @@ def _end(code: int, reason: str) -> None:
     except OSError:  # the interpreter would fail at this again when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if "tqdm" in sys.modules:
-        for bar in list(sys.modules["tqdm"].tqdm._instances):  # the message begins on a line of its own
+        # the message begins on a line of its own
+        for bar in list(sys.modules["tqdm"].tqdm._instances):
             bar.close()
     print(reason, file=sys.stderr)
     raise SystemExit(code) from None

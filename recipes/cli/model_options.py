@@ -1,6 +1,7 @@
 """The options that say which model a recipe trains, and the configuration and model that they make.
 
-Names, types, choices and help texts come from hf_infini's modules of options, where it has the option.
+Names, types, choices and help texts come from hf_infini's modules of options, where it has the
+option.
 """
 
 import copy
@@ -15,22 +16,29 @@ from typing import Literal
 
 from . import NotPossible, UserError, one_line, option
 
-_INSTALLED = importlib.util.find_spec("hf_infini")  # without it there is --help, and a clear error once a model is needed
+# without it there is --help, and a clear error once a model is needed
+_INSTALLED = importlib.util.find_spec("hf_infini")
 _FOLDER = Path(_INSTALLED.origin).parent if _INSTALLED else Path(__file__).parents[2] / "hf_infini"
 # As files, without the package around them, whose import takes seconds
-_OPTIONS, _OF_SCRATCH = (runpy.run_path(str(_FOLDER / f"{name}.py")) for name in ("options", "models/scratch/options"))
+_OPTIONS, _OF_SCRATCH = (
+    runpy.run_path(str(_FOLDER / f"{name}.py")) for name in ("options", "models/scratch/options")
+)
 UPDATE_RULES = _OPTIONS["UPDATE_RULES"]
 MEMORY, SCRATCH = (
-    tuple(entry.name for entry in fields(kind)) for kind in (_OPTIONS["MemoryOptions"], _OF_SCRATCH["ScratchOptions"])
+    tuple(entry.name for entry in fields(kind))
+    for kind in (_OPTIONS["MemoryOptions"], _OF_SCRATCH["ScratchOptions"])
 )
 _SCRATCH_ATTENTION = _OF_SCRATCH["ScratchOptions"].__annotations__["attention"]
 # What --attention may be; the first is the default. Every other check is the configuration's own.
 ATTENTIONS = {"gpt2": ("infini", "self"), "causal_mha": typing.get_args(_SCRATCH_ATTENTION)}
 SIZES = ("n_layer", "n_embd", "n_head")
-SHOWN = ("segment_length", "local_segments", "update_rule", "memory_conv")  # of the memory's options, in --help
+# of the memory's options, in --help
+SHOWN = ("segment_length", "local_segments", "update_rule", "memory_conv")
 # What a recipe adds to what hf_infini says of an option
 NOTES = dict.fromkeys(("segment_length", "sliding_window"), "Default: an eighth of the context.")
-NOTES["mask_special_tokens"] = "Nor are they learned to be predicted, with or without a memory. Default: True."
+NOTES["mask_special_tokens"] = (
+    "Nor are they learned to be predicted, with or without a memory. Default: True."
+)
 
 
 @dataclass
@@ -38,34 +46,50 @@ class MainOptions:
     """The options that both families have."""
 
     model: Literal["gpt2", "causal_mha"] = option("gpt2", "Model family.", group="model")
-    attention: Literal[tuple(sorted({*ATTENTIONS["gpt2"], *ATTENTIONS["causal_mha"]}))] | None = option(
-        None, "gpt2: self or infini, default infini. causal_mha: global, local, infini or none, default global."
+    attention: Literal[tuple(sorted({*ATTENTIONS["gpt2"], *ATTENTIONS["causal_mha"]}))] | None = (
+        option(
+            None,
+            "gpt2: self or infini, default infini. causal_mha: global, local, infini or none, "
+            "default global.",
+        )
     )
     init_from: str | None = option(
-        None, "Model folder to start from; what is not given below stays as it is there. gpt2 infini also starts from a "
-        "plain gpt2. Default: random weights."
-    )  # fmt: skip
+        None,
+        "Model folder to start from; what is not given below stays as it is there. gpt2 "
+        "infini also starts from a plain gpt2. Default: random weights.",
+    )
     n_layer: int | None = option(None, "Layers; default: 4.")
     n_embd: int | None = option(None, "Width; default: 256.")
     n_head: int | None = option(None, "Heads per layer; default: 4.")
-    dropout: float = option(0.0, "Dropout of embeddings, residual stream and attention.", at_least=0, below=1)
+    dropout: float = option(
+        0.0, "Dropout of embeddings, residual stream and attention.", at_least=0, below=1
+    )
     position_encoding: str | None = option(
-        None, "What tells positions apart: learned (up to the context, the default), rope (rotary: any length), or another "
-        "that the model has, see docs/options.md and docs/notes/from-scratch.md."
-    )  # fmt: skip
+        None,
+        "What tells positions apart: learned (up to the context, the default), rope "
+        "(rotary: any length), or another that the model has, see docs/options.md and "
+        "docs/notes/from-scratch.md.",
+    )
 
 
 def help_texts(options: type) -> dict[str, str]:
-    """The help text of each option of a class by name: in its docstring, the text below ``name (`type`, …):``; and the
-    limits of a number."""
+    """The help text of each option of a class by name: in its docstring, the text below ``name
+    (`type`, …):``; and the limits of a number."""
     entry = r"^        (\w+) \(`[^\n]*\):\n((?:            [^\n]*\n)+)"
-    texts = {name: " ".join(text.split()) for name, text in re.findall(entry, options.__doc__ or "", re.MULTILINE)}
+    texts = {
+        name: " ".join(text.split())
+        for name, text in re.findall(entry, options.__doc__ or "", re.MULTILINE)
+    }
     ranges = {entry.name: _OPTIONS["in_words"](entry.metadata) for entry in fields(options)}
-    return {name: f"{text} {ranges[name].capitalize()}." if ranges.get(name) else text for name, text in texts.items()}
+    return {
+        name: f"{text} {ranges[name].capitalize()}." if ranges.get(name) else text
+        for name, text in texts.items()
+    }
 
 
 def _optional(kind: type, group: str, shown: tuple[str, ...]) -> list[tuple]:
-    """The options of a class of hf_infini as fields that may be left out (None); the parser takes numbers as floats."""
+    """The options of a class of hf_infini as fields that may be left out (None); the parser takes
+    numbers as floats."""
     texts, kinds, made = help_texts(kind), typing.get_type_hints(kind), []
     for entry in fields(kind):
         alternatives = set(typing.get_args(kinds[entry.name])) - {types.NoneType}
@@ -83,15 +107,24 @@ def _optional(kind: type, group: str, shown: tuple[str, ...]) -> list[tuple]:
 ModelOptions = make_dataclass(
     "ModelOptions",
     _optional(_OPTIONS["MemoryOptions"], "memory (--attention infini)", SHOWN)
-    + [entry for entry in _optional(_OF_SCRATCH["ScratchOptions"], "model from scratch (--model causal_mha)", ())
-       if entry[0] not in MainOptions.__dataclass_fields__],
+    + [
+        entry
+        for entry in _optional(
+            _OF_SCRATCH["ScratchOptions"], "model from scratch (--model causal_mha)", ()
+        )
+        if entry[0] not in MainOptions.__dataclass_fields__
+    ],
     bases=(MainOptions,),
-    namespace={"__doc__": "What was given; `None` is the configuration's default or what it has in `--init_from`."},
-)  # fmt: skip
+    namespace={
+        "__doc__": "What was given; `None` is the configuration's default or what it has "
+        "in `--init_from`."
+    },
+)
 
 
 def attention_of(config) -> str:
-    """A model's kind of attention: "self" or "infini" of a GPT-2, the configuration's own word for it otherwise."""
+    """A model's kind of attention: "self" or "infini" of a GPT-2, the configuration's own word for
+    it otherwise."""
     return {"gpt2": "self", "infini_gpt2": "infini"}.get(config.model_type) or config.attention
 
 
@@ -102,14 +135,17 @@ def given_options(options, names=None) -> dict:
 
 
 def build_config(options: ModelOptions, tokenizer, context: int):
-    """The configuration that the options ask for, checked: an option that would do nothing is refused.
+    """The configuration that the options ask for, checked: an option that would do nothing is
+    refused.
 
     Args:
         options: what was given.
         tokenizer: of the data; sets the vocabulary, and the ids of its special tokens.
-        context: tokens per row; sets the positions, and the default of segments and windows: an eighth.
+        context: tokens per row; sets the positions, and the default of segments and windows: an
+            eighth.
 
-    Raises UserError when the options do not go together, or not with the model folder that they start from.
+    Raises UserError when the options do not go together, or not with the model folder that they
+    start from.
     """
     from transformers import GPT2Config
 
@@ -120,18 +156,35 @@ def build_config(options: ModelOptions, tokenizer, context: int):
 
     family = options.model
     if options.attention not in (None, *ATTENTIONS[family]):
-        raise NotPossible(f"--attention {options.attention}, but --model {family} has {', '.join(ATTENTIONS[family])}")
+        raise NotPossible(
+            f"--attention {options.attention}, but --model {family} has "
+            f"{', '.join(ATTENTIONS[family])}"
+        )
     given = given_options(options, (*SIZES, *MEMORY, *SCRATCH))
-    for name in given.keys() - {*SIZES, *MEMORY, "attention", "position_encoding"} if family == "gpt2" else ():
-        raise NotPossible(f"--{name} belongs to --model causal_mha and does nothing with --model gpt2: leave it out")
+    for name in (
+        given.keys() - {*SIZES, *MEMORY, "attention", "position_encoding"}
+        if family == "gpt2"
+        else ()
+    ):
+        raise NotPossible(
+            f"--{name} belongs to --model causal_mha and does nothing with --model "
+            "gpt2: leave it out"
+        )
     start = {} if options.init_from is None else _config_of(options, tokenizer)
     values = {"n_layer": 4, "n_embd": 256, "n_head": 4, "position_encoding": "learned"}
-    values |= {"vocab_size": len(tokenizer), "n_positions": context, "attention": ATTENTIONS[family][0]}
+    values |= {
+        "vocab_size": len(tokenizer),
+        "n_positions": context,
+        "attention": ATTENTIONS[family][0],
+    }
     values |= start | given
-    values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    values |= {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     values["tokenizer_sha256"] = fingerprint(tokenizer)  # load_tokenizer refuses another one
 
-    # An option that needs another one is refused where it was given, and dropped where --init_from has it
+    # An option that needs another one is refused where it was given, and dropped where --init_from
+    # has it
     for name, (needed, kinds) in NEEDS.items():
         if values[needed] not in kinds and (name in MEMORY or family == "causal_mha"):
             if name in given:
@@ -155,10 +208,12 @@ def build_config(options: ModelOptions, tokenizer, context: int):
             position_encoding = values.pop("position_encoding")
             if position_encoding != "learned":
                 raise NotPossible(
-                    f"--position_encoding {position_encoding}, but GPT-2's self-attention has learned positions only: leave "
-                    "it out, or take --model causal_mha --attention global, which has others"
+                    f"--position_encoding {position_encoding}, but GPT-2's self-attention has "
+                    "learned positions only: leave it out, or take --model causal_mha --attention "
+                    "global, which has others"
                 )
-            values.pop("mask_special_tokens", None)  # of what is learned to be predicted, which the recipe sees to
+            # of what is learned to be predicted, which the recipe sees to
+            values.pop("mask_special_tokens", None)
     try:
         config = config_class(**values)
     except Exception as error:  # strict dataclasses wrap what their checks raise in other classes
@@ -167,18 +222,24 @@ def build_config(options: ModelOptions, tokenizer, context: int):
         raise NotPossible(f"--n_head {config.n_head} does not divide --n_embd {config.n_embd}")
     limit = context_limit(config)
     if limit is not None and limit < context:
-        other = "--attention infini --position_encoding segment" if family == "gpt2" else "--position_encoding rope"
+        other = (
+            "--attention infini --position_encoding segment"
+            if family == "gpt2"
+            else ("--position_encoding rope")
+        )
         raise UserError(
-            f"--init_from: {options.init_from} has {limit} positions, the data's rows {context} tokens: prepare shorter "
-            f"rows, or use {other}"
+            f"--init_from: {options.init_from} has {limit} positions, the data's rows {context} "
+            f"tokens: prepare shorter rows, or use {other}"
         )
     return config
 
 
 def build_model(config, init_from: str | None):
-    """The model of a configuration: with random weights, or in float32 with those of a model folder.
+    """The model of a configuration: with random weights, or in float32 with those of a model
+    folder.
 
-    Where the folder's model has a shorter convolution, the taps that it does not have start at zero.
+    Where the folder's model has a shorter convolution, the taps that it does not have start at
+    zero.
 
     Raises ValueError when the folder's model is damaged.
     """
@@ -204,7 +265,8 @@ def build_model(config, init_from: str | None):
 
 
 def _grow_convolutions(model, taps: int) -> None:
-    """Gives every layer's convolution so many taps, the new ones zero: the model computes what it did."""
+    """Gives every layer's convolution so many taps, the new ones zero: the model computes what it
+    did."""
     import torch
 
     for module in model.modules():
@@ -220,8 +282,11 @@ def _read_config(folder: str):
 
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # nobody knows what all of transformers raises for what a file may hold
-        raise UserError(f"--init_from: cannot read {folder}/config.json: {one_line(error)[:200]}") from error
+    # nobody knows what all of transformers raises for what a file may hold
+    except Exception as error:
+        raise UserError(
+            f"--init_from: cannot read {folder}/config.json: {one_line(error)[:200]}"
+        ) from error
 
 
 def _config_of(options: ModelOptions, tokenizer) -> dict:
@@ -230,7 +295,9 @@ def _config_of(options: ModelOptions, tokenizer) -> dict:
 
     folder = options.init_from
     if not (Path(folder) / "config.json").is_file():
-        raise UserError(f"--init_from: {folder} holds no config.json; give the folder of a saved model")
+        raise UserError(
+            f"--init_from: {folder} holds no config.json; give the folder of a saved model"
+        )
     config = _read_config(folder)
     wanted = f"--model {options.model}"
     fitting = [options.model]
@@ -238,10 +305,19 @@ def _config_of(options: ModelOptions, tokenizer) -> dict:
         wanted += f" --attention {options.attention or 'infini'}"
         fitting += [] if options.attention == "self" else ["infini_gpt2"]
     if config.model_type not in fitting:
-        raise UserError(f"--init_from: {folder} is a {config.model_type} model, {wanted} starts from {' or '.join(fitting)}")
+        raise UserError(
+            f"--init_from: {folder} is a {config.model_type} model, {wanted} starts "
+            f"from {' or '.join(fitting)}"
+        )
     if config.vocab_size < len(tokenizer):
-        raise UserError(f"--init_from: {folder} knows {config.vocab_size} tokens, the data has {len(tokenizer)}")
+        raise UserError(
+            f"--init_from: {folder} knows {config.vocab_size} tokens, the data has {len(tokenizer)}"
+        )
     if getattr(config, "tokenizer_sha256", None) not in (None, fingerprint(tokenizer)):
-        raise UserError(f"--init_from: {folder} was trained with another tokenizer: prepare the data with that one")
-    own = ("model_type", "architectures", "auto_map", "use_cache")  # of the folder's class and its last use
+        raise UserError(
+            f"--init_from: {folder} was trained with another tokenizer: prepare the "
+            "data with that one"
+        )
+    # of the folder's class and its last use
+    own = ("model_type", "architectures", "auto_map", "use_cache")
     return {name: value for name, value in config.to_dict().items() if name not in own}

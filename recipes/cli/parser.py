@@ -1,4 +1,5 @@
-"""The parser of a recipe's options: transformers' parser of dataclasses, whose import takes half a second, with groups."""
+"""The parser of a recipe's options: transformers' parser of dataclasses, whose import takes half a
+second, with groups."""
 
 import argparse
 import copy
@@ -18,7 +19,8 @@ CONFIG = {"metavar": "FILE.yaml", "help": "YAML file of options; flags override 
 
 
 def show_no_bars_of_weights() -> None:
-    """Weights are loaded and saved without progress bars; downloads from the Hub, which take minutes, keep theirs."""
+    """Weights are loaded and saved without progress bars; downloads from the Hub, which take
+    minutes, keep theirs."""
     hub_has_bars = not are_progress_bars_disabled()
     logging.disable_progress_bar()
     if hub_has_bars:
@@ -26,23 +28,33 @@ def show_no_bars_of_weights() -> None:
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the description's lines as they are written, and the defaults that the help texts do not name."""
+    """Shows the description's lines as they are written, and the defaults that the help texts do
+    not name."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """Without the spelling that has hyphens for the underscores, which is understood but nowhere used."""
+        """Without the spelling that has hyphens for the underscores, which is understood but
+        nowhere used."""
         shown = copy.copy(action)
-        shown.option_strings = [name for name in action.option_strings if "-" not in name.removeprefix("--")[1:]]
+        shown.option_strings = [
+            name for name in action.option_strings if "-" not in name.removeprefix("--")[1:]
+        ]
         return super()._format_action_invocation(shown)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, [], argparse.SUPPRESS) else super()._get_help_string(action)
+        return (
+            action.help
+            if action.default in (None, [], argparse.SUPPRESS)
+            else super()._get_help_string(action)
+        )
 
 
 class OptionParser(HfArgumentParser):
-    """transformers' parser with a group of options wherever a field's metadata names one: `option(…, group="data")`.
+    """transformers' parser with a group of options wherever a field's metadata names one:
+    `option(…, group="data")`.
 
-    A field without a name belongs to the group of the field before it. A group may have fields of several classes. `--help`
-    leaves out the options whose metadata says `rare`, `--help_all` shows them.
+    A field without a name belongs to the group of the field before it. A group may have fields of
+    several classes. `--help` leaves out the options whose metadata says `rare`, `--help_all` shows
+    them.
 
     Args:
         option_classes: dataclasses; each field is an option.
@@ -56,15 +68,27 @@ class OptionParser(HfArgumentParser):
     def __init__(self, option_classes: Sequence[type], description: str, show_all: bool = False):
         self._groups: dict[str, argparse._ArgumentGroup] = {}
         self._show_all, self._some_are_rare = show_all, False
-        super().__init__(option_classes, description=description, allow_abbrev=False, add_help=False, formatter_class=Help)
+        super().__init__(
+            option_classes,
+            description=description,
+            allow_abbrev=False,
+            add_help=False,
+            formatter_class=Help,
+        )
         self.takes_lists = {action.dest: action.nargs in ("+", "*") for action in self._actions}
         general = self.group(GENERAL)
         general.add_argument("-h", "--help", action="help", help="Show this and exit.")
         if self._some_are_rare:
-            general.add_argument("--help_all", action="help", help="The same with the options that are rarely given.")
+            general.add_argument(
+                "--help_all", action="help", help="The same with the options that are rarely given."
+            )
         general.add_argument("--config", **CONFIG)
         general.add_argument(TRACEBACK, action="store_true", help="Show where an error comes from.")
-        needed = [f"{action.option_strings[0]} {action.dest.upper()}" for action in self._actions if action.required]
+        needed = [
+            f"{action.option_strings[0]} {action.dest.upper()}"
+            for action in self._actions
+            if action.required
+        ]
         self.usage = " ".join(["%(prog)s", *needed, "[options]"])
 
     def config_in(self, argv: Sequence[str]) -> str | None:

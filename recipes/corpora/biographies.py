@@ -1,8 +1,10 @@
-"""Generated biographies in Portuguese whose facts come back thousands of characters later, as training and test text.
+"""Generated biographies in Portuguese whose facts come back thousands of characters later, as
+training and test text.
 
-Each biography states twelve facts about an invented person, goes on for several kilobytes about other people, places
-and years, and then states every fact again: only a model that still knows the beginning can predict the end. The
-sentences are in `biography_sentences.yaml`; names come from Faker's `pt_BR` provider.
+Each biography states twelve facts about an invented person, goes on for several kilobytes about
+other people, places and years, and then states every fact again: only a model that still knows the
+beginning can predict the end. The sentences are in `biography_sentences.yaml`; names come from
+Faker's `pt_BR` provider.
 """
 
 import random
@@ -15,7 +17,9 @@ import yaml
 
 from .documents import Document
 
-SENTENCES = yaml.safe_load(Path(__file__).with_name("biography_sentences.yaml").read_text(encoding="utf-8"))
+SENTENCES = yaml.safe_load(
+    Path(__file__).with_name("biography_sentences.yaml").read_text(encoding="utf-8")
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class Person:
 
 @dataclass(frozen=True)
 class Sentence:
-    """A sentence about the fact `name`, in three pieces: what comes before its answer, the answer, and what comes after."""
+    """A sentence about the fact `name`, in three pieces: what comes before its answer, the answer,
+    and what comes after."""
 
     name: str
     before: str
@@ -49,19 +54,23 @@ class Sentence:
 
 
 def biography_documents(count: int, seed: int = 0, distance: int = 6000) -> Iterator[Document]:
-    """Yields `count` biographies; number i depends on `seed`, i and `distance` only (and on Faker's list of names).
+    """Yields `count` biographies; number i depends on `seed`, i and `distance` only (and on Faker's
+    list of names).
 
     Args:
         count: how many.
         seed: gives other people and other words.
-        distance: characters, at least, between a fact's statement and its return. An article is about 3,000 longer.
+        distance: characters, at least, between a fact's statement and its return. An article is
+            about 3,000 longer.
     """
     names = portuguese_names()
     for number in range(count):
         rng = random.Random(f"{seed}/{number}")
         names.seed_instance(rng.getrandbits(64))
         person = invent_person(rng, names)
-        yield Document(_write(rng, names, person, distance), f"biography-{seed}-{number}", person.name)
+        yield Document(
+            _write(rng, names, person, distance), f"biography-{seed}-{number}", person.name
+        )
 
 
 def portuguese_names():
@@ -104,40 +113,53 @@ def invent_person(rng: random.Random, names) -> Person:
 
 
 def write_opening(rng: random.Random, person: Person) -> list[list[Sentence]]:
-    """The paragraphs that state all facts of a person for the first time, a list of sentences each."""
+    """The paragraphs that state all facts of a person for the first time, a list of sentences
+    each."""
     return [
         [
             _sentence(person, name, rng.choice(SENTENCES["facts"][name]["statements"]))
-            for name in (group["facts"] if group["fixed"] else rng.sample(group["facts"], len(group["facts"])))
+            for name in (
+                group["facts"]
+                if group["fixed"]
+                else rng.sample(group["facts"], len(group["facts"]))
+            )
         ]
         for group in SENTENCES["opening"]
     ]
 
 
 def fact_prompt(person: Person, name: str) -> str:
-    """The beginning of a sentence that asks for a fact wherever it stands; a space and the answer follow it."""
+    """The beginning of a sentence that asks for a fact wherever it stands; a space and the answer
+    follow it."""
     return SENTENCES["facts"][name]["prompt"].format_map(person.words)
 
 
 def forbid_answers(person: Person) -> re.Pattern:
     """Finds any answer of a person, as whole words, in capitals or not."""
-    return re.compile("|".join(rf"\b{re.escape(answer)}\b" for answer in person.answers.values()), re.IGNORECASE)
+    return re.compile(
+        "|".join(rf"\b{re.escape(answer)}\b" for answer in person.answers.values()), re.IGNORECASE
+    )
 
 
-def write_paragraphs(rng: random.Random, names, person: Person, forbidden: re.Pattern) -> Iterator[str]:
-    """Yields paragraphs about everything else in a person's life, without end, in which `forbidden` is not found."""
+def write_paragraphs(
+    rng: random.Random, names, person: Person, forbidden: re.Pattern
+) -> Iterator[str]:
+    """Yields paragraphs about everything else in a person's life, without end, in which `forbidden`
+    is not found."""
     topics = SENTENCES["topics"]
     turns: list[str] = []
     unused: dict[str, list[str]] = {}
     while True:
         turns = turns or rng.sample(list(topics), len(topics))
         topic = turns.pop()
-        if len(unused.get(topic, ())) < 3:  # a sentence comes back only after most others of its topic
+        # a sentence comes back only after most others of its topic
+        if len(unused.get(topic, ())) < 3:
             unused[topic] = rng.sample(topics[topic], len(topics[topic]))
         paragraph = []
         for _ in range(min(rng.randint(3, 5), len(unused[topic]))):
             sentence = unused[topic].pop().format_map(_Slots(rng, names, person))
-            if not forbidden.search(sentence):  # by chance another person can have the same year or city: leave it out
+            # by chance another person can have the same year or city: leave it out
+            if not forbidden.search(sentence):
                 paragraph.append(sentence)
         if paragraph:
             yield " ".join(paragraph)
@@ -145,7 +167,8 @@ def write_paragraphs(rng: random.Random, names, person: Person, forbidden: re.Pa
 
 def _write(rng: random.Random, names, person: Person, distance: int) -> str:
     paragraphs = [" ".join(map(str, sentences)) for sentences in write_opening(rng, person)]
-    # From the end of the opening on, so that the distance holds for the fact that was stated last, too.
+    # From the end of the opening on, so that the distance holds for the fact that was stated last,
+    # too.
     length, middle = 0, write_paragraphs(rng, names, person, forbid_answers(person))
     while length < distance:
         paragraphs.append(next(middle))
@@ -166,7 +189,8 @@ def _sentence(person: Person, name: str, template: str) -> Sentence:
 
 
 class _Slots(dict):
-    """Fills a sentence's slots: the person's own words first, then names and numbers by chance (`{year}`, `{man2}`)."""
+    """Fills a sentence's slots: the person's own words first, then names and numbers by chance
+    (`{year}`, `{man2}`)."""
 
     def __init__(self, rng: random.Random, names, person: Person):
         super().__init__(person.words)
@@ -194,7 +218,8 @@ def _first_name(names, gender: str) -> str:
 
 
 def _surname(names) -> str:
-    return next(name for name in iter(names.last_name, None) if " " not in name)  # "da Cruz" does not follow "de"
+    # "da Cruz" does not follow "de"
+    return next(name for name in iter(names.last_name, None) if " " not in name)
 
 
 def _person(names, gender: str) -> str:

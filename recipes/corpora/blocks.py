@@ -1,4 +1,5 @@
-"""From documents to rows of tokens, in Arrow files that are mapped into memory: nothing holds a corpus as Python objects."""
+"""From documents to rows of tokens, in Arrow files that are mapped into memory: nothing holds a
+corpus as Python objects."""
 
 import shutil
 from collections import Counter
@@ -28,7 +29,9 @@ def write_documents(documents: Iterable[Document], folder: Path) -> int:
     schema = pa.schema([(name, pa.large_string()) for name in _FIELDS])
     with pa.ipc.new_stream(str(folder / DOCUMENTS), schema) as writer:
         for batch in _batches(documents, lambda document: len(document.text)):
-            writer.write_batch(pa.record_batch([[getattr(row, name) for row in batch] for name in _FIELDS], schema))
+            writer.write_batch(
+                pa.record_batch([[getattr(row, name) for row in batch] for name in _FIELDS], schema)
+            )
     return len(read_documents(folder))
 
 
@@ -40,7 +43,13 @@ def read_documents(folder: Path) -> "datasets.Dataset":
 
 
 def save_tokenizer(
-    training: "datasets.Dataset", folder: Path, *, tokenizer: str, vocab_size: int, tokenizer_sample: float, seed: int
+    training: "datasets.Dataset",
+    folder: Path,
+    *,
+    tokenizer: str,
+    vocab_size: int,
+    tokenizer_sample: float,
+    seed: int,
 ) -> dict:
     """Makes the corpus's tokenizer and saves it into `folder`.
 
@@ -49,7 +58,8 @@ def save_tokenizer(
         folder: for `AutoTokenizer.from_pretrained`.
         tokenizer: "bpe", "characters", or a ready tokenizer's name or folder.
         vocab_size: entries of a BPE.
-        tokenizer_sample: the share of the training documents that a BPE is trained on; characters are taken from all.
+        tokenizer_sample: the share of the training documents that a BPE is trained on; characters
+            are taken from all.
         seed: of the choice of these documents.
 
     Returns:
@@ -61,7 +71,11 @@ def save_tokenizer(
     if tokenizer == "bpe":
         made = train_bpe(texts, vocab_size)
     else:
-        made = build_character_tokenizer(texts) if tokenizer == "characters" else load_tokenizer(tokenizer)
+        made = (
+            build_character_tokenizer(texts)
+            if tokenizer == "characters"
+            else load_tokenizer(tokenizer)
+        )
     made.save_pretrained(folder)
     return {
         "vocabulary": len(made),
@@ -72,9 +86,14 @@ def save_tokenizer(
 
 
 def pack_rows(
-    documents: "datasets.Dataset", tokenizer, context: int, counts: Counter, max_tokens: int | None = None
+    documents: "datasets.Dataset",
+    tokenizer,
+    context: int,
+    counts: Counter,
+    max_tokens: int | None = None,
 ) -> "Iterator[np.ndarray]":
-    """Yields the rows of documents, [some, context] int32: one stream, an end-of-text token after each document, cut.
+    """Yields the rows of documents, [some, context] int32: one stream, an end-of-text token after
+    each document, cut.
 
     Args:
         documents, tokenizer: the tokenizer has an `eos_token`.
@@ -106,14 +125,18 @@ def pack_rows(
     counts.update(dropped_tail_tokens=len(rest))
 
 
-def write_rows(batches: "Iterable[dict[str, np.ndarray]]", columns: Sequence[str], context: int, folder: Path) -> dict:
-    """[`save_rows`] for rows that are made one batch after the other: an array [rows, context] for each column."""
+def write_rows(
+    batches: "Iterable[dict[str, np.ndarray]]", columns: Sequence[str], context: int, folder: Path
+) -> dict:
+    """[`save_rows`] for rows that are made one batch after the other: an array [rows, context] for
+    each column."""
     import numpy as np
     import pyarrow as pa
     from datasets import Dataset, Features, List, Value
 
     features = Features({name: List(Value("int32"), length=context) for name in columns})
-    # This file is mapped into memory, so that the rows are never all there; it may not lie where they go.
+    # This file is mapped into memory, so that the rows are never all there; it may not lie where
+    # they go.
     file = folder / "stream" / "rows.arrow"
     file.parent.mkdir(parents=True)
     with pa.ipc.new_stream(str(file), features.arrow_schema) as writer:
@@ -127,8 +150,8 @@ def write_rows(batches: "Iterable[dict[str, np.ndarray]]", columns: Sequence[str
 
 
 def save_rows(rows: "datasets.Dataset", folder: Path) -> dict:
-    """Saves rows of one length for `datasets.load_from_disk`, and returns `{"blocks", "tokens", "sha256"}`: rows, their
-    tokens, and their [`support.prepared.digest`]."""
+    """Saves rows of one length for `datasets.load_from_disk`, and returns `{"blocks", "tokens",
+    "sha256"}`: rows, their tokens, and their [`support.prepared.digest`]."""
     import datasets
 
     rows.save_to_disk(folder)
@@ -143,12 +166,14 @@ def read_rows(folder: Path, column: str = "input_ids") -> "np.ndarray":
 
 
 def shuffle_blocks(count: int, shares: dict[str, float], seed: int) -> dict[str, "np.ndarray"]:
-    """Shuffles `count` block numbers, gives each held-out split its share, and what is left to `"train"`.
+    """Shuffles `count` block numbers, gives each held-out split its share, and what is left to
+    `"train"`.
 
     Args:
         count: how many blocks there are.
-        shares: of the held-out splits, by name, one block at least if it is above 0. They take their blocks in this
-            order, so that a split added after the others takes from training only.
+        shares: of the held-out splits, by name, one block at least if it is above 0. They take
+            their blocks in this order, so that a split added after the others takes from training
+            only.
         seed: of the shuffle.
     """
     import numpy as np

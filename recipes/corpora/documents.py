@@ -26,7 +26,8 @@ class Document:
         id: unique within the corpus and stable between runs: sampling and splitting go by it.
         title: a title for people, or "".
         source: where the text comes from (a URL or a file name), or "".
-        paragraphs: the source's own paragraphs where it marks them; `None` means the lines of `text`.
+        paragraphs: the source's own paragraphs where it marks them; `None` means the lines of
+            `text`.
     """
 
     text: str
@@ -38,8 +39,8 @@ class Document:
 
 @dataclass
 class ReadingLog:
-    """What reading a corpus met: `files` read, documents `dropped` by reason, files that are `left_out` by their suffixes,
-    and how many documents are `duplicates` of an earlier one."""
+    """What reading a corpus met: `files` read, documents `dropped` by reason, files that are
+    `left_out` by their suffixes, and how many documents are `duplicates` of an earlier one."""
 
     files: list[dict] = field(default_factory=list)
     dropped: Counter = field(default_factory=Counter)
@@ -61,20 +62,30 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
         with _COMPRESSED.get(path.suffix.lower(), open)(path, "rb") as file:
             text = file.read().decode(encoding).removeprefix("\ufeff")
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        raise UserError(f"{path}: damaged or truncated, it cannot be read to its end ({one_line(error)})") from error
+        raise UserError(
+            f"{path}: damaged or truncated, it cannot be read to its end ({one_line(error)})"
+        ) from error
     except LookupError as error:
-        raise UserError(f"--encoding: {error}; give one of Python's, such as utf-16, latin-1 or cp1252") from error
+        raise UserError(
+            f"--encoding: {error}; give one of Python's, such as utf-16, latin-1 or cp1252"
+        ) from error
     except UnicodeError as error:
-        raise UserError(f"{path}: not {encoding.upper()} ({one_line(error)}); give prepare.py its --encoding") from error
+        raise UserError(
+            f"{path}: not {encoding.upper()} ({one_line(error)}); give prepare.py its --encoding"
+        ) from error
     if "\0" in text:
-        raise UserError(f"{path}: no text, character {text.index(chr(0)):,} is NUL: is it binary, or of another --encoding?")
+        raise UserError(
+            f"{path}: no text, character {text.index(chr(0)):,} is NUL: is it binary, "
+            "or of another --encoding?"
+        )
     if not text.strip():
         raise UserError(f"{path}: the file is empty")
     return text
 
 
 def with_unix_ends(text: str) -> str:
-    """The text with \\n for each \\r\\n and \\r; str.splitlines takes form feeds, NEL and U+2028 for ends of lines, too."""
+    """The text with \\n for each \\r\\n and \\r; str.splitlines takes form feeds, NEL and U+2028
+    for ends of lines, too."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -1,7 +1,7 @@
 """Which documents of a corpus are kept: the prose filter, removal of duplicates, seeded sampling.
 
-Every choice by chance goes by a hash of the seed and the document's id, so that it does not depend on the order of the
-files, and a smaller fraction is always a part of a larger one.
+Every choice by chance goes by a hash of the seed and the document's id, so that it does not depend
+on the order of the files, and a smaller fraction is always a part of a larger one.
 """
 
 import hashlib
@@ -12,11 +12,13 @@ from dataclasses import replace
 
 from .documents import Document, ReadingLog, url_host
 
-PARAGRAPH_CHARACTERS = 80  # a paragraph of prose has at least this many characters; headings and list items have fewer
+# a paragraph of prose has at least this many characters; headings and list items have fewer
+PARAGRAPH_CHARACTERS = 80
 PROSE_SHARE = 0.5  # and paragraphs of prose hold at least this share of a document of prose
 
 _SHINGLE_WORDS = 5
-# Two documents share a band with probability 1 - (1 - J^4)^16: 0.97 at Jaccard J = 0.67, 0.03 at 0.2
+# Two documents share a band with probability 1 - (1 - J^4)^16: 0.97 at Jaccard J = 0.67, 0.03 at
+# 0.2
 _BANDS, _ROWS = 16, 4
 _NEAR_DUPLICATE = 0.7  # estimated Jaccard similarity of two documents' five-word shingles
 
@@ -25,10 +27,14 @@ def text_digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def keep_distinct(documents: Iterable[Document], log: ReadingLog, drop_duplicates: bool) -> Iterator[Document]:
-    """Yields the documents that are not empty, and numbers ids that come again, as choices by chance go by ids.
+def keep_distinct(
+    documents: Iterable[Document], log: ReadingLog, drop_duplicates: bool
+) -> Iterator[Document]:
+    """Yields the documents that are not empty, and numbers ids that come again, as choices by
+    chance go by ids.
 
-    Documents with exactly the text of an earlier one are counted or dropped. Holds the ids, and 16 bytes of hash per text.
+    Documents with exactly the text of an earlier one are counted or dropped. Holds the ids, and 16
+    bytes of hash per text.
     """
     seen: set[bytes] = set()
     times: Counter[str] = Counter()
@@ -48,15 +54,21 @@ def keep_distinct(documents: Iterable[Document], log: ReadingLog, drop_duplicate
 def keep_prose(
     documents: Iterable[Document], log: ReadingLog, *, host: str | None, min_characters: int
 ) -> Iterator[Document]:
-    """Yields the documents that are running prose and counts the others, by reason, in `log.dropped`.
+    """Yields the documents that are running prose and counts the others, by reason, in
+    `log.dropped`.
 
-    A document stays if it comes from `host` (judged only where its source is a URL; `None` takes any), has at least
-    `min_characters` characters, and has at least half of them in paragraphs of 80 characters or more.
+    A document stays if it comes from `host` (judged only where its source is a URL; `None` takes
+    any), has at least `min_characters` characters, and has at least half of them in paragraphs of
+    80 characters or more.
     """
     for document in documents:
-        paragraphs = document.paragraphs if document.paragraphs is not None else document.text.split("\n")
+        paragraphs = (
+            document.paragraphs if document.paragraphs is not None else document.text.split("\n")
+        )
         characters = sum(map(len, paragraphs))
-        prose = sum(len(paragraph) for paragraph in paragraphs if len(paragraph) >= PARAGRAPH_CHARACTERS)
+        prose = sum(
+            len(paragraph) for paragraph in paragraphs if len(paragraph) >= PARAGRAPH_CHARACTERS
+        )
         if host and url_host(document) not in ("", host):
             log.dropped["other host"] += 1
         elif characters < min_characters:
@@ -68,34 +80,47 @@ def keep_prose(
 
 
 def drop_near_duplicates(documents: Iterable[Document], log: ReadingLog) -> Iterator[Document]:
-    """Yields each document that no earlier one nearly equals: MinHash over five-word shingles, Jaccard of 0.7 or more.
+    """Yields each document that no earlier one nearly equals: MinHash over five-word shingles,
+    Jaccard of 0.7 or more.
 
     Holds 64 hashes per kept document (0.25 kB, and about 1.5 kB of index), never the texts.
     """
     import numpy as np
 
-    rng = np.random.default_rng(0)  # the hash functions, not a choice of documents: the same for every seed
+    # the hash functions, not a choice of documents: the same for every seed
+    rng = np.random.default_rng(0)
     # Odd multipliers with a shift are the usual cheap family of hash functions on 64-bit integers.
-    factors = rng.integers(1, 2**63, size=(_BANDS * _ROWS, 1), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-    mixers = rng.integers(1, 2**63, size=_SHINGLE_WORDS, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    factors = rng.integers(1, 2**63, size=(_BANDS * _ROWS, 1), dtype=np.uint64) * np.uint64(
+        2
+    ) + np.uint64(1)
+    mixers = rng.integers(1, 2**63, size=_SHINGLE_WORDS, dtype=np.uint64) * np.uint64(
+        2
+    ) + np.uint64(1)
     signatures: list = []
     index: dict[bytes, list[int]] = {}
 
     def signature_of(text: str) -> tuple:
-        words = np.fromiter((zlib.crc32(word.encode()) for word in text.lower().split()), dtype=np.uint64)
+        words = np.fromiter(
+            (zlib.crc32(word.encode()) for word in text.lower().split()), dtype=np.uint64
+        )
         if len(words) < _SHINGLE_WORDS:
             words = np.pad(words, (0, _SHINGLE_WORDS - len(words)))
         length = len(words) - _SHINGLE_WORDS + 1
         shingles = sum(words[i : i + length] * mixers[i] for i in range(_SHINGLE_WORDS))
         shingles ^= shingles >> np.uint64(29)
         signature = ((shingles[None, :] * factors) >> np.uint64(32)).min(axis=1).astype(np.uint32)
-        keys = [bytes([band]) + signature[band * _ROWS : (band + 1) * _ROWS].tobytes() for band in range(_BANDS)]
+        keys = [
+            bytes([band]) + signature[band * _ROWS : (band + 1) * _ROWS].tobytes()
+            for band in range(_BANDS)
+        ]
         return signature, keys
 
     for document in documents:
         signature, keys = signature_of(document.text)
         candidates = {number for key in keys for number in index.get(key, ())}
-        if any((signatures[number] == signature).mean() >= _NEAR_DUPLICATE for number in candidates):
+        if any(
+            (signatures[number] == signature).mean() >= _NEAR_DUPLICATE for number in candidates
+        ):
             log.dropped["near-duplicate"] += 1
             continue
         for key in keys:
@@ -105,13 +130,17 @@ def drop_near_duplicates(documents: Iterable[Document], log: ReadingLog) -> Iter
 
 
 def chance(seed: int, purpose: str, document_id: str) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments; different purposes give independent numbers."""
+    """A number in [0, 1) that depends on nothing but its arguments; different purposes give
+    independent numbers."""
     digest = hashlib.blake2b(f"{seed}\n{purpose}\n{document_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
-def keep_fraction(documents: Iterable[Document], fraction: float, seed: int, log: ReadingLog) -> Iterator[Document]:
-    """Yields each document with probability `fraction`; a smaller fraction's documents are among a larger one's."""
+def keep_fraction(
+    documents: Iterable[Document], fraction: float, seed: int, log: ReadingLog
+) -> Iterator[Document]:
+    """Yields each document with probability `fraction`; a smaller fraction's documents are among a
+    larger one's."""
     for document in documents:
         if chance(seed, "fraction", document.id) < fraction:
             yield document
@@ -119,10 +148,14 @@ def keep_fraction(documents: Iterable[Document], fraction: float, seed: int, log
             log.dropped["outside the fraction"] += 1
 
 
-def choose(ids: list[str], share: float, seed: int, purpose: str, exclude: Iterable[int] = ()) -> list[int]:
-    """The positions of `round(share * len(ids))` ids (one at least, if `share` is above 0) by chance, ascending.
+def choose(
+    ids: list[str], share: float, seed: int, purpose: str, exclude: Iterable[int] = ()
+) -> list[int]:
+    """The positions of `round(share * len(ids))` ids (one at least, if `share` is above 0) by
+    chance, ascending.
 
-    None of the positions in `exclude` is among them, so that fewer may be left than the share asks for.
+    None of the positions in `exclude` is among them, so that fewer may be left than the share asks
+    for.
     """
     left = set(range(len(ids))).difference(exclude)
     count = max(1, round(share * len(ids))) if share > 0 else 0

@@ -1,4 +1,5 @@
-"""Corpora: Carolina, text, JSON, CSV, parquet, datasets on the Hub and generated biographies, as a stream of documents.
+"""Corpora: Carolina, text, JSON, CSV, parquet, datasets on the Hub and generated biographies, as a
+stream of documents.
 
 [`corpus_documents`] is the entry. A damaged file is a [`UserError`] that names it.
 """
@@ -35,7 +36,8 @@ _KNOWN = sum(_SUFFIXES.values(), ())
 
 
 def corpus_documents(options: CorpusOptions, log: ReadingLog | None = None) -> Iterator[Document]:
-    """Yields the documents that the options ask for, in a fixed order: read one file at a time, filtered, sampled, limited.
+    """Yields the documents that the options ask for, in a fixed order: read one file at a time,
+    filtered, sampled, limited.
 
     The prose filter removes near-duplicates too. The fraction is taken of what the filters leave.
 
@@ -49,7 +51,9 @@ def corpus_documents(options: CorpusOptions, log: ReadingLog | None = None) -> I
     documents = keep_distinct(_read(options, log), log, options.drop_duplicates)
     if options.prose_filter:
         host = None if options.prose_host == "any" else options.prose_host
-        documents = keep_prose(documents, log, host=host, min_characters=options.prose_min_characters)
+        documents = keep_prose(
+            documents, log, host=host, min_characters=options.prose_min_characters
+        )
         documents = drop_near_duplicates(documents, log)
     if options.fraction < 1:
         documents = keep_fraction(documents, options.fraction, options.seed, log)
@@ -63,24 +67,36 @@ def _read(options: CorpusOptions, log: ReadingLog) -> Iterator[Document]:
     if path.is_file() or path.is_dir():
         files, kind = _choose_files(path, log)
         return _read_files(files, path, kind, options, log)
-    if path.exists() or inner_suffix(path) in _KNOWN or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
+    if (
+        path.exists()
+        or inner_suffix(path) in _KNOWN
+        or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source)
+    ):
         raise UserError(
-            f"--source: there is no file or folder {source}; give an existing path, the name of a dataset on the Hub, or "
-            "'biographies'"
+            f"--source: there is no file or folder {source}; give an existing path, the name of a "
+            "dataset on the Hub, or 'biographies'"
         )
-    return _row_documents(_dataset_rows(options, "hub", source), options, f"--source {source}: row", "")
+    return _row_documents(
+        _dataset_rows(options, "hub", source), options, f"--source {source}: row", ""
+    )
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- files
+# --------------------------------------------------------------------------------------------------
 
 
 def _choose_files(path: Path, log: ReadingLog) -> tuple[list[Path], str]:
-    """The files of a source, and of which kind they are by their suffixes (the one before `.gz`, `.xz`, `.bz2` and `.zst`).
+    """The files of a source, and of which kind they are by their suffixes (the one before `.gz`,
+    `.xz`, `.bz2` and `.zst`).
 
-    Raises UserError for a file of an unknown suffix, and for a folder without files of a kind, or of several.
+    Raises UserError for a file of an unknown suffix, and for a folder without files of a kind, or
+    of several.
     """
     present = source_files(str(path))
-    by_kind = {kind: [file for file in present if inner_suffix(file) in ends] for kind, ends in _SUFFIXES.items()}
+    by_kind = {
+        kind: [file for file in present if inner_suffix(file) in ends]
+        for kind, ends in _SUFFIXES.items()
+    }
     by_kind = {kind: found for kind, found in by_kind.items() if found}
     if len(by_kind) > 1:
         by_kind.pop("markdown", None)  # often a README beside the data
@@ -89,11 +105,13 @@ def _choose_files(path: Path, log: ReadingLog) -> tuple[list[Path], str]:
     if len(by_kind) != 1:
         found = ", ".join(f"{len(files):,} {kind}" for kind, files in by_kind.items()) or "none"
         raise UserError(
-            f"--source: {path} must have files of one kind ({' '.join(_KNOWN)}, also compressed), got {found}: rename or "
-            "move the others"
+            f"--source: {path} must have files of one kind ({' '.join(_KNOWN)}, also compressed), "
+            f"got {found}: rename or move the others"
         )
     ((kind, files),) = by_kind.items()
-    log.left_out.update(inner_suffix(file) or file.name for file in sorted(set(present).difference(files)))
+    log.left_out.update(
+        inner_suffix(file) or file.name for file in sorted(set(present).difference(files))
+    )
     return files, kind
 
 
@@ -109,7 +127,8 @@ def _read_files(
 
 
 def _documents_of(path: Path, name: str, kind: str, options: CorpusOptions) -> Iterable[Document]:
-    """The documents of a file, read whole, or of a table, which may be larger than the memory, while it is read."""
+    """The documents of a file, read whole, or of a table, which may be larger than the memory,
+    while it is read."""
     if kind == "carolina":
         return read_carolina_shard(path, name, options.encoding)
     if kind == "parquet":
@@ -128,7 +147,10 @@ def _text_documents(text: str, path: Path, name: str, unit: str) -> list[Documen
     text = with_unix_ends(text)
     pieces = text.split("\n") if unit == "line" else re.split(r"\n[ \t]*\n\s*", text)
     numbered = enumerate(filter(str.strip, pieces), start=1)
-    return [Document(piece, f"{name}:{number}", f"{path.stem} {number}", name) for number, piece in numbered]
+    return [
+        Document(piece, f"{name}:{number}", f"{path.stem} {number}", name)
+        for number, piece in numbered
+    ]
 
 
 def _json_rows(text: str, path: Path) -> list[tuple[int, object]]:
@@ -137,27 +159,40 @@ def _json_rows(text: str, path: Path) -> list[tuple[int, object]]:
         whole = json.loads(text)
         return list(enumerate(whole if isinstance(whole, list) else [whole], start=1))
     except (ValueError, RecursionError):  # several values
-        lines = [(number, line) for number, line in enumerate(with_unix_ends(text).split("\n"), start=1) if line.strip()]
+        lines = [
+            (number, line)
+            for number, line in enumerate(with_unix_ends(text).split("\n"), start=1)
+            if line.strip()
+        ]
     rows = []
     for number, line in lines:
         try:
             rows.append((number, json.loads(line)))
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: row {number} is not valid JSON ({one_line(error)})") from error
+            raise UserError(
+                f"{path}: row {number} is not valid JSON ({one_line(error)})"
+            ) from error
     return rows
 
 
 def _csv_rows(text: str, path: Path, kind: str) -> Iterator[tuple[int, dict]]:
     """The rows below the header, from 1; every cell is text."""
     csv.field_size_limit(2**31 - 1)  # more than the text of a file
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="," if kind == "csv" else "\t", strict=True)
+    reader = csv.DictReader(
+        io.StringIO(text, newline=""), delimiter="," if kind == "csv" else "\t", strict=True
+    )
     try:
         for number, row in enumerate(reader, start=1):
             if None in row or None in row.values():  # so csv marks them
-                raise UserError(f"{path}: row {number} has more or fewer cells than the header; quote or repair them")
+                raise UserError(
+                    f"{path}: row {number} has more or fewer cells than the header; "
+                    "quote or repair them"
+                )
             yield number, row
     except csv.Error as error:
-        raise UserError(f"{path}: line {reader.reader.line_num} is not valid CSV ({error})") from error
+        raise UserError(
+            f"{path}: line {reader.reader.line_num} is not valid CSV ({error})"
+        ) from error
 
 
 def _dataset_rows(options: CorpusOptions, kind: str, source: str) -> Iterator[tuple[int, dict]]:
@@ -165,10 +200,19 @@ def _dataset_rows(options: CorpusOptions, kind: str, source: str) -> Iterator[tu
     import datasets
     from tqdm.auto import tqdm
 
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it reports is in the error below
+    # what it reports is in the error below
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     if kind == "hub":
-        what, remedy, name = "the dataset", "check --dataset_config, --dataset_split and --revision", source
-        how = {"name": options.dataset_config, "revision": options.revision, "split": options.dataset_split}
+        what, remedy, name = (
+            "the dataset",
+            ("check --dataset_config, --dataset_split and --revision"),
+            source,
+        )
+        how = {
+            "name": options.dataset_config,
+            "revision": options.revision,
+            "split": options.dataset_split,
+        }
     else:  # its rows would come in groups as in the file, and the first may have none
         what, remedy, name = "the parquet file", "replace it", kind
         how = {"data_files": glob.escape(source), "split": "train", "batch_size": 1000}
@@ -176,31 +220,39 @@ def _dataset_rows(options: CorpusOptions, kind: str, source: str) -> Iterator[tu
         rows = datasets.load_dataset(name, streaming=True, **how)
         yield from enumerate(tqdm(rows, desc="reading", unit="row", disable=kind != "hub"), start=1)
     except Exception as error:  # of damaged files, datasets and its readers raise almost anything
-        raise UserError(f"{source}: {what} cannot be read ({one_line(error)[:300]}); {remedy}") from error
+        raise UserError(
+            f"{source}: {what} cannot be read ({one_line(error)[:300]}); {remedy}"
+        ) from error
 
 
 def _row_documents(
     rows: Iterable[tuple[int, object]], options: CorpusOptions, place: str, prefix: str
 ) -> Iterator[Document]:
-    """The documents of numbered rows: `place` names a row for people, `prefix` one without an id. A text that is null is
-    empty."""
+    """The documents of numbered rows: `place` names a row for people, `prefix` one without an id. A
+    text that is null is empty."""
     name = options.text_field
     for number, row in rows:
         text = _field(row, name)
         if not isinstance(text, str | None):
             names = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-            raise UserError(f"{place} {number} has no text in the field {name!r} (--text_field); it has: {names[:200]}")
+            raise UserError(
+                f"{place} {number} has no text in the field {name!r} (--text_field); "
+                f"it has: {names[:200]}"
+            )
         own = f"{prefix}{number}" if row.get("id") is None else str(row["id"])
         document = Document(text or "", own, str(row.get("title") or ""), f"{prefix}{number}")
         try:
             (document.text + document.id + document.title).encode()
         except UnicodeEncodeError as error:
-            raise UserError(f"{place} {number} holds half of a surrogate pair (such as \\ud800): repair it") from error
+            raise UserError(
+                f"{place} {number} holds half of a surrogate pair (such as \\ud800): repair it"
+            ) from error
         yield document
 
 
 def _field(row, name: str):
-    """The value of a field; where there is none of the whole name, that of "outer.inner"; 0 where there is neither."""
+    """The value of a field; where there is none of the whole name, that of "outer.inner"; 0 where
+    there is neither."""
     for part in [name] if isinstance(row, dict) and name in row else name.split("."):
         if row is not None:  # the inner field of a null is null
             row = row.get(part, 0) if isinstance(row, dict) else 0

@@ -1,8 +1,8 @@
 """Tokenizers of a corpus: byte-level BPE trained on a sample of it, its characters, or a ready one.
 
-All three come back as fast `transformers` tokenizers with an end-of-text token that stands between two documents (it is
-`bos_token` as well, as in GPT-2) and a padding token; `AutoTokenizer.from_pretrained` reads what their
-`save_pretrained` wrote.
+All three come back as fast `transformers` tokenizers with an end-of-text token that stands between
+two documents (it is `bos_token` as well, as in GPT-2) and a padding token;
+`AutoTokenizer.from_pretrained` reads what their `save_pretrained` wrote.
 """
 
 import itertools
@@ -22,31 +22,39 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|pad|>"
 UNKNOWN = "<|unk|>"
-LONGEST_WORD = 1000  # characters; each merge of a BPE's training reads all of every word that has its pair
+# characters; each merge of a BPE's training reads all of every word that has its pair
+LONGEST_WORD = 1000
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
-    """Trains a byte-level BPE tokenizer, for which `decode(encode(text)) == text` holds for every text.
+    """Trains a byte-level BPE tokenizer, for which `decode(encode(text)) == text` holds for every
+    text.
 
     Args:
         texts: the training texts, read once.
-        vocab_size: entries of the vocabulary, the 256 bytes and the 2 special tokens among them. A small corpus can give
-            fewer: no pair of tokens that occurs only once is merged.
+        vocab_size: entries of the vocabulary, the 256 bytes and the 2 special tokens among them. A
+            small corpus can give fewer: no pair of tokens that occurs only once is merged.
 
-    Learning is linear in the text also where it has no white space: longer stretches are cut after 1,000 characters.
+    Learning is linear in the text also where it has no white space: longer stretches are cut after
+    1,000 characters.
     """
     from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
     trained = ByteLevelBPETokenizer()
     pieces = itertools.chain.from_iterable(map(_without_long_words, texts))
-    trained.train_from_iterator(pieces, vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT, PADDING])
+    trained.train_from_iterator(
+        pieces, vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT, PADDING]
+    )
     return _wrap(Tokenizer.from_str(trained.to_str()))
 
 
 def _without_long_words(text: str) -> Iterator[str]:
-    """The text in pieces, in which neither a word nor white space is longer than `LONGEST_WORD`; mostly in one piece."""
+    """The text in pieces, in which neither a word nor white space is longer than `LONGEST_WORD`;
+    mostly in one piece."""
     begin = 0
-    if max(map(len, text.split()), default=0) > LONGEST_WORD or re.search(rf"\s{{{LONGEST_WORD}}}", text):
+    if max(map(len, text.split()), default=0) > LONGEST_WORD or re.search(
+        rf"\s{{{LONGEST_WORD}}}", text
+    ):
         for stretch in re.finditer(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}", text):
             yield text[begin : stretch.end()]
             begin = stretch.end()
@@ -56,23 +64,28 @@ def _without_long_words(text: str) -> Iterator[str]:
 def build_character_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerBase":
     """Builds a tokenizer with one token per character (Unicode code point) that occurs in `texts`.
 
-    The special tokens come first, among them one for unknown characters, then the characters in code-point order.
+    The special tokens come first, among them one for unknown characters, then the characters in
+    code-point order.
     """
     from tokenizers import Tokenizer, decoders, models
 
     characters = sorted(set(itertools.chain.from_iterable(texts)))
-    vocabulary = {token: number for number, token in enumerate([END_OF_TEXT, PADDING, UNKNOWN, *characters])}
-    # A BPE without merges splits into characters and, unlike WordLevel, needs no regular expression to do so.
+    vocabulary = {
+        token: number for number, token in enumerate([END_OF_TEXT, PADDING, UNKNOWN, *characters])
+    }
+    # A BPE without merges splits into characters and, unlike WordLevel, needs no regular expression
+    # to do so.
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN, fuse_unk=False))
     backend.decoder = decoders.Fuse()
     return _wrap(backend, unk_token=UNKNOWN)
 
 
 def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
-    """Loads a ready tokenizer by its name on the Hub (`gpt2`) or its folder; it comes back with a padding token.
+    """Loads a ready tokenizer by its name on the Hub (`gpt2`) or its folder; it comes back with a
+    padding token.
 
-    A missing padding token becomes the end-of-text token: a new one would be beyond the embedding of the tokenizer's
-    model. Code in the folder is not executed.
+    A missing padding token becomes the end-of-text token: a new one would be beyond the embedding
+    of the tokenizer's model. Code in the folder is not executed.
 
     Raises:
         UserError: there is no such tokenizer, it is damaged, or it has no end-of-text token.
@@ -84,8 +97,11 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
     check_name("--tokenizer", name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
-    except Exception as error:  # of a damaged file, tokenizers and transformers raise almost anything
-        raise UserError(f"{what} cannot be loaded as a tokenizer ({one_line(error)[:300]}): {remedy}") from error
+    # of a damaged file, tokenizers and transformers raise almost anything
+    except Exception as error:
+        raise UserError(
+            f"{what} cannot be loaded as a tokenizer ({one_line(error)[:300]}): {remedy}"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"{what} has no end-of-text token to put between documents: set eos_token in its "
@@ -101,18 +117,29 @@ def encode_texts(
 ) -> "list[np.ndarray]":
     """The token ids (int64) of each text (one at least), without added special tokens.
 
-    A text that spells a special token out is encoded as plain text, unless `split_special_tokens` is off: only the caller
-    puts end-of-text tokens between documents. The first time that a text has an unknown token, standard error says so.
+    A text that spells a special token out is encoded as plain text, unless `split_special_tokens`
+    is off: only the caller puts end-of-text tokens between documents. The first time that a text
+    has an unknown token, standard error says so.
     """
     import numpy as np
     from tqdm import tqdm
 
-    how = {"add_special_tokens": False, "split_special_tokens": split_special_tokens, "verbose": False}
+    how = {
+        "add_special_tokens": False,
+        "split_special_tokens": split_special_tokens,
+        "verbose": False,
+    }
     encoded = tokenizer(list(texts), return_attention_mask=False, **how)["input_ids"]
-    if any(tokenizer.unk_token_id in ids for ids in encoded) and not vars(tokenizer).get("unknown_was_said"):
+    if any(tokenizer.unk_token_id in ids for ids in encoded) and not vars(tokenizer).get(
+        "unknown_was_said"
+    ):
         tokenizer.unknown_was_said = True
         if int(os.environ.get("RANK", 0)) == 0:
-            tqdm.write(f"the tokenizer does not know all of the text: {tokenizer.unk_token} stands for the rest", sys.stderr)
+            tqdm.write(
+                f"the tokenizer does not know all of the text: {tokenizer.unk_token} "
+                "stands for the rest",
+                sys.stderr,
+            )
     return [np.asarray(ids, dtype=np.int64) for ids in encoded]
 
 

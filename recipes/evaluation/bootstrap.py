@@ -1,8 +1,10 @@
-"""Bootstrap confidence intervals of a mean over tokens, when the tokens come in blocks that are drawn as a whole.
+"""Bootstrap confidence intervals of a mean over tokens, when the tokens come in blocks that are
+drawn as a whole.
 
-Tokens of one block (a row, a document) are not independent of each other, blocks are taken to be. A statistic here is
-sum(losses) / sum(counts) over the blocks; each resample draws as many blocks as there are, with replacement, and the
-interval of 95 % lies between two percentiles of the statistic over the resamples.
+Tokens of one block (a row, a document) are not independent of each other, blocks are taken to be. A
+statistic here is sum(losses) / sum(counts) over the blocks; each resample draws as many blocks as
+there are, with replacement, and the interval of 95 % lies between two percentiles of the statistic
+over the resamples.
 """
 
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ class Interval:
     high: float
 
     def map(self, function) -> "Interval":
-        """The interval of an increasing function of the value: percentiles go through it unchanged."""
+        """The interval of an increasing function of the value: percentiles go through it
+        unchanged."""
         return Interval(*(float(function(number)) for number in (self.value, self.low, self.high)))
 
 
@@ -41,23 +44,30 @@ def mean_interval(losses, counts, *, seed: int = 0, resamples: int = RESAMPLES) 
 
 
 def difference_interval(losses, counts, other_losses, other_counts, *, seed: int = 0) -> Interval:
-    """The interval of the mean of one model minus that of another, paired: a resample takes the same blocks of both.
+    """The interval of the mean of one model minus that of another, paired: a resample takes the
+    same blocks of both.
 
-    What makes a block hard for both models falls out of the difference, so that its interval is far narrower than those
-    of the two means.
+    What makes a block hard for both models falls out of the difference, so that its interval is far
+    narrower than those of the two means.
 
     Args:
-        losses, counts: as in [`mean_interval`]; other_losses, other_counts: of the other model on the same blocks.
+        losses, counts: as in [`mean_interval`]; other_losses, other_counts: of the other model on
+            the same blocks.
     """
     columns = [losses, counts, other_losses, other_counts]
-    return _interval(lambda sums: sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3], columns, seed)
+    return _interval(
+        lambda sums: sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3], columns, seed
+    )
 
 
 def _interval(statistic, columns: list, seed: int, resamples: int = RESAMPLES) -> Interval:
-    """The interval of a function of the columns' sums over the blocks, losses and counts in turn."""
+    """The interval of a function of the columns' sums over the blocks, losses and counts in
+    turn."""
     lengths = [len(column) for column in columns]
     if not 0 < min(lengths) == max(lengths):
-        raise ValueError(f"losses and counts must be of the same blocks, at least one; got {lengths}")
+        raise ValueError(
+            f"losses and counts must be of the same blocks, at least one; got {lengths}"
+        )
     blocks = np.stack([np.asarray(column, dtype=np.float64) for column in columns], axis=1)
     if (blocks[:, 1::2] <= 0).any():
         raise ValueError("every block needs a count above 0: leave blocks without tokens out")

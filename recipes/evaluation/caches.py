@@ -1,4 +1,5 @@
-"""Contestants of recipes/compare_caches.py: one model with caches of equal size, what each predicts and recalls."""
+"""Contestants of recipes/compare_caches.py: one model with caches of equal size, what each predicts
+and recalls."""
 
 import contextlib
 import copy
@@ -22,7 +23,8 @@ from .losses import stream_losses
 from .perplexity import text_rows
 from .texts import generated_texts
 
-BOUNDED = ("window", "random", "attention", "learned", "half")  # of the others the model stays as it is
+# of the others the model stays as it is
+BOUNDED = ("window", "random", "attention", "learned", "half")
 SINKS, WINDOW, SEGMENTS, LONGEST_SEGMENT = 4, 256, 2, 128
 CLOSED = -1000.0  # a gate's logit: its sigmoid is 0
 
@@ -30,28 +32,40 @@ CLOSED = -1000.0  # a gate's logit: its sigmoid is 0
 def memory_options(way: str, cache: int, window: int = WINDOW, segments: int = SEGMENTS) -> dict:
     """Options of [`hf_infini.patch_model`] with which each key/value head holds `cache` tokens.
 
-    A window moves by whole segments, and with shorter ones a query sees more of it. That beside kept tokens has so many
-    `segments`, and `window` tokens, at most half of the cache. That of the way "window", which has nothing else, has
-    segments of at most [`LONGEST_SEGMENT`].
+    A window moves by whole segments, and with shorter ones a query sees more of it. That beside
+    kept tokens has so many `segments`, and `window` tokens, at most half of the cache. That of the
+    way "window", which has nothing else, has segments of at most [`LONGEST_SEGMENT`].
     """
     options, room = {"sink_tokens": SINKS, "gate_init": CLOSED}, cache - SINKS
     if way == "window":
         return options | window_of(room, SINKS + 1, LONGEST_SEGMENT)
     length = min(window, cache // 2) // segments
-    options |= {"segment_length": length, "local_segments": segments - 1, "kept_tokens": room - segments * length}
+    options |= {
+        "segment_length": length,
+        "local_segments": segments - 1,
+        "kept_tokens": room - segments * length,
+    }
     return options | {"keep_score": "learned" if way == "random" else way}
 
 
 def window_of(tokens: int, shortest: int, longest: int) -> dict:
-    """Segments of a window of as many tokens as fit, at most `tokens`: of those that fill it best the longest."""
+    """Segments of a window of as many tokens as fit, at most `tokens`: of those that fill it best
+    the longest."""
     longest = min(longest, tokens)
-    length = min(range(max(shortest, longest // 2), longest + 1), key=lambda size: (tokens % size, -size))
+    length = min(
+        range(max(shortest, longest // 2), longest + 1), key=lambda size: (tokens % size, -size)
+    )
     return {"segment_length": length, "local_segments": tokens // length - 1}
 
 
 @contextlib.contextmanager
 def bounded(
-    model, adapter: str | None, way: str, cache: int | None, window: int = WINDOW, segments: int = SEGMENTS
+    model,
+    adapter: str | None,
+    way: str,
+    cache: int | None,
+    window: int = WINDOW,
+    segments: int = SEGMENTS,
 ) -> Iterator[None]:
     """Within it, a plain model has the cache of a way; in the end it is the plain model again.
 
@@ -66,11 +80,15 @@ def bounded(
             options["kept_shares"] = read_record(adapter)["options"].get("kept_shares")
         patch_model(model, **options)
     except (OSError, ValueError) as error:
-        raise UserError(f"{way}, --caches {cache} --window {window} --segments {segments}: {error}") from error
+        raise UserError(
+            f"{way}, --caches {cache} --window {window} --segments {segments}: {error}"
+        ) from error
     generator = torch.Generator().manual_seed(0)
 
     def drawn(inputs: torch.Tensor, heads: int) -> torch.Tensor:
-        return torch.rand(inputs.shape[0], heads, inputs.shape[1], generator=generator).to(inputs.device)
+        return torch.rand(inputs.shape[0], heads, inputs.shape[1], generator=generator).to(
+            inputs.device
+        )
 
     try:
         if way in ("learned", "half"):
@@ -88,19 +106,28 @@ def bounded(
         unpatch_model(model)
 
 
-# --- the parts of a model with a memory -------------------------------------------------------------------------------
+# --- the parts of a model with a memory
+# --------------------------------------------------------------------------------------------------
 
 WHOLE, NO_MEMORY, NO_KEPT = "as it is", "memory off", "no kept tokens"
 ONLY_WINDOW, LONGER_WINDOW = "window only", "window of equal bytes"
 
 
 def parts_of(config) -> list[dict]:
-    """`way` and `cache` (`None`) of each contestant that a model with such a configuration has; UserError where it has no
-    memory."""
+    """`way` and `cache` (`None`) of each contestant that a model with such a configuration has;
+    UserError where it has no memory."""
     config = config.get_text_config(decoder=True)
     if not getattr(config, "infini_layers", ()):
-        raise UserError("--attribute: --model has no memory; give one that has, or the --adapter that gives it one")
-    ways = [WHOLE, NO_MEMORY, *([NO_KEPT, ONLY_WINDOW] if config.kept_tokens else []), LONGER_WINDOW]
+        raise UserError(
+            "--attribute: --model has no memory; give one that has, or the --adapter "
+            "that gives it one"
+        )
+    ways = [
+        WHOLE,
+        NO_MEMORY,
+        *([NO_KEPT, ONLY_WINDOW] if config.kept_tokens else []),
+        LONGER_WINDOW,
+    ]
     return [{"way": way, "cache": None} for way in ways]
 
 
@@ -123,40 +150,63 @@ def with_part(model, way: str, cache: None) -> Iterator[None]:
 
 
 def window_of_equal_bytes(config) -> dict:
-    """Segments of a window that takes as many bytes as all that a configuration's layers hold of a sequence, with keys and
-    values of 16 bits."""
+    """Segments of a window that takes as many bytes as all that a configuration's layers hold of a
+    sequence, with keys and values of 16 bits."""
     config = copy.deepcopy(config)
     config.dtype = torch.bfloat16
     heads, *widths = key_heads(config)
-    tokens = cache_bytes(config) // len(config.infini_layers) // (heads * sum(widths) * config.dtype.itemsize)
+    tokens = (
+        cache_bytes(config)
+        // len(config.infini_layers)
+        // (heads * sum(widths) * config.dtype.itemsize)
+    )
     return window_of(tokens - config.sink_tokens, config.sink_tokens + 1, config.segment_length)
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------
+# --- what is measured
+# --------------------------------------------------------------------------------------------------
 
 
 def nats(runner: tasks.Runner, texts: list[str]) -> dict:
-    """Of each row the summed losses (nats) and counted tokens, `by_position` (from 2^k on) and `beyond` --count_from."""
+    """Of each row the summed losses (nats) and counted tokens, `by_position` (from 2^k on) and
+    `beyond` --count_from."""
     from tqdm import tqdm
 
     options, model = runner.options, runner.model
     check_length(model.config, options.length)
-    rows = [row for row, _ in text_rows(runner.tokenizer, texts, options.length) if len(row) == options.length]
+    rows = [
+        row
+        for row, _ in text_rows(runner.tokenizer, texts, options.length)
+        if len(row) == options.length
+    ]
     if not rows:
-        raise UserError(f"the texts have no row of --length {options.length:,} tokens: give more text, or a shorter length")
+        raise UserError(
+            f"the texts have no row of --length {options.length:,} tokens: give more "
+            "text, or a shorter length"
+        )
     step = max(1, len(rows) // options.rows)  # rows from everywhere in the texts
     ids = torch.stack([torch.as_tensor(row).long() for row in rows[::step][: options.rows]])
     losses = torch.zeros(ids.shape, dtype=torch.double)
     with tqdm(total=ids.numel(), unit="token", unit_scale=True, leave=False) as bar:
-        for part, into in zip(ids.split(options.batch_size), losses.split(options.batch_size), strict=True):
+        for part, into in zip(
+            ids.split(options.batch_size), losses.split(options.batch_size), strict=True
+        ):
             for first, found, _ in stream_losses(model, part, chunk=options.chunk):
                 into[:, first : first + found.shape[1]] = found.cpu()
                 bar.update(found.numel())
-    parts = {str(2**power): losses[:, 2**power : 2 ** (power + 1)] for power in range((options.length - 1).bit_length())}
+    parts = {
+        str(2**power): losses[:, 2**power : 2 ** (power + 1)]
+        for power in range((options.length - 1).bit_length())
+    }
     by_position = {begin: part.sum(1).tolist() for begin, part in parts.items()}
     counts = {begin: part.shape[1] for begin, part in parts.items()}
     beyond = losses[:, options.count_from :]
-    return {"by_position": by_position, "counts": counts, "beyond": beyond.sum(1).tolist(), "beyond_count": beyond.shape[1]}
+    return {
+        "by_position": by_position,
+        "counts": counts,
+        "beyond": beyond.sum(1).tolist(),
+        "beyond_count": beyond.shape[1],
+    }
 
 
 def found_numbers(runner: tasks.Runner, texts: list[str] | None) -> dict:
@@ -172,26 +222,50 @@ def recalled_facts(runner: tasks.Runner, texts: list[str] | None) -> dict:
 
 MEASURES = {"perplexity": nats, "passkey": found_numbers, "facts": recalled_facts}
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- tables
+# --------------------------------------------------------------------------------------------------
 
 
 def summarize_nats(contestants: list[dict]) -> list[dict]:
-    """Of each contestant `mean`, `above` the first (paired) and `closed`, the share of the gap between the smallest window
-    and the plain model that it closes (`None` without these two), as [`bootstrap.Interval`]s but for the last."""
+    """Of each contestant `mean`, `above` the first (paired) and `closed`, the share of the gap
+    between the smallest window and the plain model that it closes (`None` without these two), as
+    [`bootstrap.Interval`]s but for the last."""
     counts = [[each["beyond_count"]] * len(each["beyond"]) for each in contestants]
-    means = [mean_interval(each["beyond"], count) for each, count in zip(contestants, counts, strict=True)]
-    windows = [(each["cache"], mean.value) for each, mean in zip(contestants, means, strict=True) if each["way"] == "window"]
-    plain = next((mean.value for each, mean in zip(contestants, means, strict=True) if each["way"] == "plain"), None)
+    means = [
+        mean_interval(each["beyond"], count)
+        for each, count in zip(contestants, counts, strict=True)
+    ]
+    windows = [
+        (each["cache"], mean.value)
+        for each, mean in zip(contestants, means, strict=True)
+        if each["way"] == "window"
+    ]
+    plain = next(
+        (
+            mean.value
+            for each, mean in zip(contestants, means, strict=True)
+            if each["way"] == "plain"
+        ),
+        None,
+    )
     found = []
     for each, count, mean in zip(contestants, counts, means, strict=True):
         above = difference_interval(each["beyond"], count, contestants[0]["beyond"], counts[0])
-        closed = None if plain is None or not windows else (min(windows)[1] - mean.value) / (min(windows)[1] - plain)
+        closed = (
+            None
+            if plain is None or not windows
+            else (min(windows)[1] - mean.value) / (min(windows)[1] - plain)
+        )
         found.append({"mean": mean, "above": above, "closed": closed})
     return found
 
 
 def name_of(contestant: dict) -> str:
-    return contestant["way"] if contestant["cache"] is None else f"{contestant['way']}, {contestant['cache']:,}"
+    return (
+        contestant["way"]
+        if contestant["cache"] is None
+        else (f"{contestant['way']}, {contestant['cache']:,}")
+    )
 
 
 def nats_table(contestants: list[dict]) -> str:
@@ -201,20 +275,34 @@ def nats_table(contestants: list[dict]) -> str:
     rows = []
     for each, found in zip(contestants, summarize_nats(contestants), strict=True):
         mean, above, closed = found["mean"], found["above"], found["closed"]
-        places = [sum(each["by_position"][begin]) / len(each["beyond"]) / each["counts"][begin] for begin in begins]
-        rows.append([
-            name_of(each), f"{mean.value:.3f} ({mean.low:.3f} to {mean.high:.3f})",
-            f"{above.value:+.3f} ({above.low:+.3f} to {above.high:+.3f})", *([] if closed is None else [f"{closed:.0%}"]),
-            *(f"{place:.3f}" for place in places),
-        ])  # fmt: skip
-    header = [_first_column(first), "nats", f"above {name_of(first)}", *([] if closed is None else ["gap closed"])]
+        places = [
+            sum(each["by_position"][begin]) / len(each["beyond"]) / each["counts"][begin]
+            for begin in begins
+        ]
+        rows.append(
+            [
+                name_of(each),
+                f"{mean.value:.3f} ({mean.low:.3f} to {mean.high:.3f})",
+                f"{above.value:+.3f} ({above.low:+.3f} to {above.high:+.3f})",
+                *([] if closed is None else [f"{closed:.0%}"]),
+                *(f"{place:.3f}" for place in places),
+            ]
+        )
+    header = [
+        _first_column(first),
+        "nats",
+        f"above {name_of(first)}",
+        *([] if closed is None else ["gap closed"]),
+    ]
     header += [f"from {int(begin):,}" for begin in begins]
     return markdown_table(header, rows, left=1)
 
 
 def shares_table(contestants: list[dict]) -> str:
     """Right answers by length (all depths together) or distance, with 95 % intervals."""
-    rows = [[name_of(each), *(_share(cell) for cell in pooled(each["cells"]))] for each in contestants]
+    rows = [
+        [name_of(each), *(_share(cell) for cell in pooled(each["cells"]))] for each in contestants
+    ]
     places = [f"{place:,}" for place in (cell["place"] for cell in pooled(contestants[0]["cells"]))]
     return markdown_table([_first_column(contestants[0]), *places], rows, left=1)
 
@@ -224,16 +312,26 @@ def _first_column(contestant: dict) -> str:
 
 
 def pooled(cells: list[dict]) -> list[dict]:
-    """`place` (a length or a distance), `correct`, `samples`, `low` and `high` over all depths; the last four are `None`
-    where nothing could be measured."""
+    """`place` (a length or a distance), `correct`, `samples`, `low` and `high` over all depths; the
+    last four are `None` where nothing could be measured."""
     places: dict[int, list[dict]] = {}
     for cell in cells:
         places.setdefault(cell["length"] if "length" in cell else cell["distance"], []).append(cell)
     found = []
     for place, own in places.items():
-        correct, samples = (sum(cell.get(name, 0) for cell in own) for name in ("correct", "samples"))
+        correct, samples = (
+            sum(cell.get(name, 0) for cell in own) for name in ("correct", "samples")
+        )
         low, high = tasks.wilson_interval(correct, samples) if samples else (None, None)
-        found.append({"place": place, "correct": correct, "samples": samples or None, "low": low, "high": high})
+        found.append(
+            {
+                "place": place,
+                "correct": correct,
+                "samples": samples or None,
+                "low": low,
+                "high": high,
+            }
+        )
     return found
 
 

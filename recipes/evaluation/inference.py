@@ -16,13 +16,17 @@ from hf_infini.options import context_limit, places_of
 from support.measurement import keep_freed_memory
 
 
-def load_model(name: str, device: str = "auto", adapter: str | None = None, precision: str = "float32"):
+def load_model(
+    name: str, device: str = "auto", adapter: str | None = None, precision: str = "float32"
+):
     """The causal language model of a folder or Hub name, in evaluation mode, and its tokenizer.
 
     Args:
         device: a torch device, or "auto" for the GPU where there is one.
-        adapter: folder or Hub name of one that is put on the model, its LoRA added to the weights; `None`: none.
-        precision: "float32", or "bf16" for weights and calculations in bfloat16, as models are served.
+        adapter: folder or Hub name of one that is put on the model, its LoRA added to the weights;
+            `None`: none.
+        precision: "float32", or "bf16" for weights and calculations in bfloat16, as models are
+            served.
 
     Raises UserError when there is no such model, adapter or device, or a file is damaged.
     """
@@ -45,14 +49,25 @@ def load_model(name: str, device: str = "auto", adapter: str | None = None, prec
 
 
 def usable_device(name: str) -> str:
-    """A torch device by its name, or "auto" for the GPU where there is one; UserError unless torch can compute there."""
+    """A torch device by its name, or "auto" for the GPU where there is one; UserError unless torch
+    can compute there."""
     if name == "auto":
-        return str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
+        return (
+            str(torch.accelerator.current_accelerator() or "cpu")
+            if torch.accelerator.is_available()
+            else "cpu"
+        )
     try:
         torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = ": torch finds no GPU here" if name.startswith("cuda") and not torch.cuda.is_available() else ""
-        raise UserError(f"--device: cannot use {name}{reason}; give cpu, cuda, cuda:1, …, or auto") from error
+        reason = (
+            ": torch finds no GPU here"
+            if name.startswith("cuda") and not torch.cuda.is_available()
+            else ""
+        )
+        raise UserError(
+            f"--device: cannot use {name}{reason}; give cpu, cuda, cuda:1, …, or auto"
+        ) from error
     return name
 
 
@@ -61,19 +76,22 @@ def check_length(config, tokens: int) -> None:
     limit = context_limit(config)
     if limit is not None and tokens > limit:
         raise UserError(
-            f"{tokens:,} tokens, but this model has {limit:,} learned positions: ask for fewer, or train one that takes "
-            "any length: `--attention infini --position_encoding rope`, or `--model causal_mha --position_encoding rope`"
+            f"{tokens:,} tokens, but this model has {limit:,} learned positions: ask for fewer, "
+            "or train one that takes any length: `--attention infini --position_encoding rope`, "
+            "or `--model causal_mha --position_encoding rope`"
         )
 
 
 def first_beyond(config) -> int:
-    """The first position of a text that, in some layer, does not see all tokens before it: by window, sinks, kept tokens."""
+    """The first position of a text that, in some layer, does not see all tokens before it: by
+    window, sinks, kept tokens."""
     length, local, sinks, kept = min(config.windows.values())
     return (local + 1 + (sinks + kept) // length) * length
 
 
 def tokens_held(config) -> int:
-    """How many tokens each key/value head holds at most, on average over the layers with a memory."""
+    """How many tokens each key/value head holds at most, on average over the layers with a
+    memory."""
     return round(statistics.fmean(places_of(*window) for window in config.windows.values()))
 
 
@@ -97,7 +115,8 @@ def read_in_chunks(model, ids: torch.Tensor, chunk: int):
 def switch_memory_off(model) -> None:
     """Closes every gate of a model's memories for good: what is left is its local attention alone.
 
-    sigmoid(−∞) is exactly 0, so the memory has no share of any head's output. Layers with full attention stay.
+    sigmoid(−∞) is exactly 0, so the memory has no share of any head's output. Layers with full
+    attention stay.
 
     Raises UserError when the model has no gates.
     """

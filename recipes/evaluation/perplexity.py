@@ -1,6 +1,8 @@
-"""The perplexity of rows of tokens, overall and by position: what `evaluate_model.py --task perplexity` reads and measures.
+"""The perplexity of rows of tokens, overall and by position: what `evaluate_model.py --task
+perplexity` reads and measures.
 
-A row is `(tokens, labels)`, two integer arrays of one length: the labels are the tokens, or −100 where one is not counted.
+A row is `(tokens, labels)`, two integer arrays of one length: the labels are the tokens, or −100
+where one is not counted.
 """
 
 import time
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def prepared_rows(data: Path, split: str, max_tokens: int | None = None) -> "list[Row]":
-    """The rows of a split of a prepared folder as train.py reads them, up to the one with which `max_tokens` are reached."""
+    """The rows of a split of a prepared folder as train.py reads them, up to the one with which
+    `max_tokens` are reached."""
     from support.prepared import open_rows
 
     rows = open_rows(data, split).with_format("numpy")
@@ -23,21 +26,27 @@ def prepared_rows(data: Path, split: str, max_tokens: int | None = None) -> "lis
     return _enough(list(zip(rows["input_ids"][:], labels[:], strict=True)), max_tokens)
 
 
-def text_rows(tokenizer, texts: Sequence[str], length: int, max_tokens: int | None = None) -> "list[Row]":
-    """Rows of up to `length` tokens: the documents one after the other, each followed by an end-of-text token, cut."""
+def text_rows(
+    tokenizer, texts: Sequence[str], length: int, max_tokens: int | None = None
+) -> "list[Row]":
+    """Rows of up to `length` tokens: the documents one after the other, each followed by an
+    end-of-text token, cut."""
     import numpy as np
 
     from corpora.tokenization import encode_texts
 
     end = np.array([tokenizer.eos_token_id])
-    stream = np.concatenate([part for tokens in encode_texts(tokenizer, texts) for part in (tokens, end)])
+    stream = np.concatenate(
+        [part for tokens in encode_texts(tokenizer, texts) for part in (tokens, end)]
+    )
     rows = [stream[start : start + length] for start in range(0, len(stream), length)]
     rows = [(row, row) for row in rows if len(row) >= 2]  # one token predicts nothing
     return _enough(rows, max_tokens)
 
 
 def measure_perplexity(model, rows: "Sequence[Row]", reader, chunk: int, batch_size: int) -> dict:
-    """`cross_entropy`, `perplexity`, `tokens`, `by_position` and `tokens_per_second` of rows of any lengths.
+    """`cross_entropy`, `perplexity`, `tokens`, `by_position` and `tokens_per_second` of rows of any
+    lengths.
 
     Args:
         model: a causal language model in evaluation mode.
@@ -56,11 +65,15 @@ def measure_perplexity(model, rows: "Sequence[Row]", reader, chunk: int, batch_s
     rows = sorted(rows, key=lambda row: len(row[0]), reverse=True)
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     started = time.perf_counter()
-    with tqdm(total=sum(len(batch) * len(batch[0][0]) for batch in batches), unit="token", unit_scale=True) as bar:
+    with tqdm(
+        total=sum(len(batch) * len(batch[0][0]) for batch in batches), unit="token", unit_scale=True
+    ) as bar:
         for batch in batches:
             # Padding stands on the right, where a causal model's other tokens do not see it
             columns = {
-                name: pad_sequence([torch.as_tensor(row[place]).long() for row in batch], True, padding)
+                name: pad_sequence(
+                    [torch.as_tensor(row[place]).long() for row in batch], True, padding
+                )
                 for place, (name, padding) in enumerate((("input_ids", 0), ("labels", -100)))
             }
             for first, losses, targets in stream_losses(model, **reader(columns), chunk=chunk):
@@ -76,7 +89,10 @@ def positions_table(found: dict) -> str:
     lines = [f"{'positions':>17}  {'tokens':>10}  {'nats':>7}  {'perplexity':>10}"]
     for row in (*found["by_position"], found):
         place = f"{row['first']}–{row['last']}" if "last" in row else "all"
-        lines.append(f"{place:>17}  {row['tokens']:>10,}  {row['cross_entropy']:7.4f}  {row['perplexity']:10.2f}")
+        lines.append(
+            f"{place:>17}  {row['tokens']:>10,}  {row['cross_entropy']:7.4f}  "
+            f"{row['perplexity']:10.2f}"
+        )
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
-"""kvpress (NVIDIA) as a contestant: its presses compress the cache of a plain model after the prompt was read whole.
+"""kvpress (NVIDIA) as a contestant: its presses compress the cache of a plain model after the
+prompt was read whole.
 
-kvpress 0.5 asks for transformers before 5.3; `pip install --no-deps kvpress cachetools fire termcolor` puts it beside later
-ones, and it works with those before 5.24.
+kvpress 0.5 asks for transformers before 5.3; `pip install --no-deps kvpress cachetools fire
+termcolor` puts it beside later ones, and it works with those before 5.24.
 """
 
 import functools
@@ -15,15 +16,19 @@ from hf_infini.compat.cache_name import CACHE
 from recall.tasks import Answer
 
 BLIND = " blind"  # after the name of a press that has not seen the question when it compresses
-LAST = 32  # tokens of an example that a blind press reads after it has compressed: the question is among them
+# tokens of an example that a blind press reads after it has compressed: the question is among them
+LAST = 32
 
 
 def scorer(way: str, cache: int):
-    """As [`recall.tasks.score_answers`], through a press that leaves each key/value head `cache` tokens in the end."""
+    """As [`recall.tasks.score_answers`], through a press that leaves each key/value head `cache`
+    tokens in the end."""
     try:
         import kvpress
     except ImportError as error:
-        raise UserError(f"{way}: pip install --no-deps kvpress cachetools fire termcolor ({error})") from error
+        raise UserError(
+            f"{way}: pip install --no-deps kvpress cachetools fire termcolor ({error})"
+        ) from error
     if CACHE != "past_key_values":
         raise UserError(f"{way}: kvpress needs transformers before 5.24")
     press = getattr(kvpress, f"{way.removesuffix(BLIND)}Press")
@@ -31,7 +36,9 @@ def scorer(way: str, cache: int):
 
 
 @torch.no_grad()
-def _answers(model, examples, chunk: int, progress, *, press, kept: int, blind: bool) -> list[Answer]:
+def _answers(
+    model, examples, chunk: int, progress, *, press, kept: int, blind: bool
+) -> list[Answer]:
     found: list[Answer] = []
     for example in examples:
         (question,) = example.questions
@@ -39,18 +46,28 @@ def _answers(model, examples, chunk: int, progress, *, press, kept: int, blind: 
         tokens = torch.as_tensor(example.tokens, device=model.device)[None, : last + 1]
         read = first - LAST if blind else first - 1  # the last token of the question asks
         rest = tokens[:, read:-1]
-        # The press keeps int(read * (1 - ratio)) tokens; in the end there are `kept`, and those after the compression too
+        # The press keeps int(read * (1 - ratio)) tokens; in the end there are `kept`, and those
+        # after the compression too
         compress = press(compression_ratio=1 - (kept - rest.shape[1] + 0.5) / read)
         cache = DynamicCache()
         with compress(model):
             model.model(
-                input_ids=tokens[:, :read], past_key_values=cache, cache_position=torch.arange(read, device=model.device)
+                input_ids=tokens[:, :read],
+                past_key_values=cache,
+                cache_position=torch.arange(read, device=model.device),
             )
         places = torch.arange(read, read + rest.shape[1], device=model.device)
-        logits = model(input_ids=rest, past_key_values=cache, position_ids=places[None], cache_position=places).logits
+        logits = model(
+            input_ids=rest, past_key_values=cache, position_ids=places[None], cache_position=places
+        ).logits
         if cache.layers[0].keys.shape[2] != kept:
-            raise RuntimeError(f"{press.__name__} left {cache.layers[0].keys.shape[2]} tokens in the cache, not {kept}")
+            raise RuntimeError(
+                f"{press.__name__} left {cache.layers[0].keys.shape[2]} tokens in "
+                f"the cache, not {kept}"
+            )
         logits, targets = logits[0, first - 1 - read :].float(), tokens[0, first:]
         loss = float(F.cross_entropy(logits, targets, reduction="sum"))
-        found.append(Answer(question.fact, bool((logits.argmax(-1) == targets).all()), loss, len(targets)))
+        found.append(
+            Answer(question.fact, bool((logits.argmax(-1) == targets).all()), loss, len(targets))
+        )
     return found

@@ -1,1 +1,2 @@
-"""Figures as PNG files, drawn without a display: of a run, of heads, of recall, of a sweep, of a study, of a benchmark."""
+"""Figures as PNG files, drawn without a display: of a run, of heads, of recall, of a sweep, of a
+study, of a benchmark."""

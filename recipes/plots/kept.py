@@ -1,4 +1,5 @@
-"""The picture of what one head keeps of a text: its tokens, coloured by where they are in the end."""
+"""The picture of what one head keeps of a text: its tokens, coloured by where they are in the
+end."""
 
 from pathlib import Path
 
@@ -17,15 +18,20 @@ LOOKS = {
 
 
 def plot_kept(inspection, layer: int, head: int, file: Path) -> None:
-    """A PNG file of what a head keeps of the first text of an `Inspection`, after its last token."""
+    """A PNG file of what a head keeps of the first text of an `Inspection`, after its last
+    token."""
     from matplotlib.patches import Patch, Rectangle
 
     from hf_infini.tools.inspection import FATES
 
-    texts = [text[: text.rfind("⏎") + 1 or None] for text in inspection.texts[0]]  # without the next line's indent
+    # without the next line's indent
+    texts = [text[: text.rfind("⏎") + 1 or None] for text in inspection.texts[0]]
     fates = [FATES[number] for number in inspection.layers[layer].fates[0, head, -1].tolist()]
     places = token_places(texts)
-    lines, columns = places[-1][0] + 1, max(column + len(text) for text, (_, column) in zip(texts, places, strict=True))
+    lines, columns = (
+        places[-1][0] + 1,
+        max(column + len(text) for text, (_, column) in zip(texts, places, strict=True)),
+    )
     figure, axes = style.new_figure(
         f"What head {head} of layer {layer} keeps",
         f"{inspection.name}, after {len(texts):,} tokens",
@@ -39,14 +45,20 @@ def plot_kept(inspection, layer: int, head: int, file: Path) -> None:
         look = {"family": "monospace", "fontsize": style.SMALL, "color": ink, "parse_math": False}
         axes.text(column, line + 0.74, text.replace("·", " "), **look)
     shown = {fate: look for fate, look in LOOKS.items() if fate in fates}
-    patches = [Patch(facecolor=background, edgecolor=style.GREY, linewidth=0.5) for _, background, _ in shown.values()]
+    patches = [
+        Patch(facecolor=background, edgecolor=style.GREY, linewidth=0.5)
+        for _, background, _ in shown.values()
+    ]
     names = [f"{name} {fates.count(fate):,}" for fate, (name, *_) in shown.items()]
-    figure.legend(patches, names, loc="outside lower left", ncols=5, frameon=False, fontsize=style.SMALL)
+    figure.legend(
+        patches, names, loc="outside lower left", ncols=5, frameon=False, fontsize=style.SMALL
+    )
     style.save(figure, file)
 
 
 def token_places(texts: list[str]) -> list[tuple[int, int]]:
-    """Line and column of each token. Lines end where those of the text do, and, when full, where a word begins."""
+    """Line and column of each token. Lines end where those of the text do, and, when full, where a
+    word begins."""
     places, line, column = [], 0, 0
     for text in texts:
         room = COLUMNS - 12 * text.startswith("·") - column  # for the rest of the word

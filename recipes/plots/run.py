@@ -9,7 +9,8 @@ def plot_loss_curve(lines: list[dict], file: Path) -> None:
     """Training and validation loss over the tokens trained on.
 
     Args:
-        lines: of a run's `metrics.jsonl`: `tokens` with `train_loss` or `eval_loss`, nats per token.
+        lines: of a run's `metrics.jsonl`: `tokens` with `train_loss` or `eval_loss`, nats per
+            token.
     """
     figure, axes = style.new_figure("Loss during the training")
     axes.set(xlabel="tokens trained on", ylabel="cross-entropy (nats per token)")

@@ -1,4 +1,5 @@
-"""The figure of a study: validation losses over the tokens, and their difference to the first variant's."""
+"""The figure of a study: validation losses over the tokens, and their difference to the first
+variant's."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,14 +11,21 @@ if TYPE_CHECKING:
 
 
 def plot_losses(runs: "list[FinishedRun]", file: Path) -> None:
-    """Validation loss over the tokens trained on, a line for each variant (the mean over its seeds), and below it minus that
-    of the first: below zero a variant is ahead."""
+    """Validation loss over the tokens trained on, a line for each variant (the mean over its
+    seeds), and below it minus that of the first: below zero a variant is ahead."""
     import pandas
 
-    evaluated = {run.name: {line["tokens"]: line["eval_loss"] for line in run.lines if "eval_loss" in line} for run in runs}
-    curves = pandas.DataFrame({name: pandas.Series(points, dtype=float) for name, points in evaluated.items()}).sort_index()
+    evaluated = {
+        run.name: {line["tokens"]: line["eval_loss"] for line in run.lines if "eval_loss" in line}
+        for run in runs
+    }
+    curves = pandas.DataFrame(
+        {name: pandas.Series(points, dtype=float) for name, points in evaluated.items()}
+    ).sort_index()
     curves = curves.T.groupby([run.variant for run in runs], sort=False).mean().T
-    figure, panels = style.new_figure("Validation loss", "cross-entropy, nats per token", rows=2, sharex=True)
+    figure, panels = style.new_figure(
+        "Validation loss", "cross-entropy, nats per token", rows=2, sharex=True
+    )
     (above,), (below,) = panels
     style.set_panel_title(below, f"minus that of {curves.columns[0]}: below zero is better")
     for axes, lines in ((above, curves), (below, curves.sub(curves.iloc[:, 0], axis=0))):

@@ -1,7 +1,8 @@
-"""The one style of all figures: an opaque white card that reads well on light and dark pages, on a phone and in print.
+"""The one style of all figures: an opaque white card that reads well on light and dark pages, on a
+phone and in print.
 
-Lines differ by colour and marker. The colours are those of Okabe and Ito (2008), which people with any colour vision tell
-apart, without the yellow, which is too light on white.
+Lines differ by colour and marker. The colours are those of Okabe and Ito (2008), which people with
+any colour vision tell apart, without the yellow, which is too light on white.
 """
 
 from collections.abc import Sequence
@@ -9,27 +10,48 @@ from collections.abc import Sequence
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 INK, GREY, GRID = "#262626", "#595959", "#D9D9D9"
-WIDTH, HEIGHT, DPI = 5.6, 3.9, 200  # inches: 10 points are 10 pixels where the figure is 390 pixels wide
+# inches: 10 points are 10 pixels where the figure is 390 pixels wide
+WIDTH, HEIGHT, DPI = 5.6, 3.9, 200
 SIZE, SMALL = 11, 9  # points of text
 RC = {
-    "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True, "axes.edgecolor": GREY, "axes.labelcolor": INK,
-    "axes.labelsize": SIZE - 1, "axes.spines.top": False, "axes.spines.right": False,
-    "xtick.color": GREY, "xtick.labelcolor": INK, "xtick.labelsize": SMALL,
-    "ytick.color": GREY, "ytick.labelcolor": INK, "ytick.labelsize": SMALL,
-}  # fmt: skip
+    "axes.grid": True,
+    "grid.color": GRID,
+    "axes.axisbelow": True,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "axes.labelsize": SIZE - 1,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": GREY,
+    "xtick.labelcolor": INK,
+    "xtick.labelsize": SMALL,
+    "ytick.color": GREY,
+    "ytick.labelcolor": INK,
+    "ytick.labelsize": SMALL,
+}
 
 
-def new_figure(title: str, subtitle: str = "", rows: int = 1, columns: int = 1, size: tuple | None = None, **options):
+def new_figure(
+    title: str,
+    subtitle: str = "",
+    rows: int = 1,
+    columns: int = 1,
+    size: tuple | None = None,
+    **options,
+):
     """An empty figure, and its axes (an array of them where there are several).
 
     Args:
-        title: what is shown, in words; subtitle: of which model and data, how many, with which interval.
+        title: what is shown, in words; subtitle: of which model and data, how many, with which
+            interval.
         size: inches; default: one of [`WIDTH`] × [`HEIGHT`], higher for more rows.
         options: of matplotlib's `subplots`.
     """
     from cycler import cycler
     from matplotlib import rc_context
-    from matplotlib.figure import Figure  # without pyplot: no global state, and Agg is the only backend it can meet
+
+    # without pyplot: no global state, and Agg is the only backend it can meet
+    from matplotlib.figure import Figure
 
     look = cycler(linestyle=["-", "--"]) * (cycler(color=COLOURS) + cycler(marker=MARKERS))
     size = size or (WIDTH, HEIGHT * (1 + 0.75 * (rows - 1)))
@@ -38,7 +60,9 @@ def new_figure(title: str, subtitle: str = "", rows: int = 1, columns: int = 1, 
         panels = figure.subplots(rows, columns, squeeze=False, **options)
     figure.get_layout_engine().set(w_pad=0.07, h_pad=0.06)
     # Texts of others (names of runs, of files) are no formulas
-    figure.suptitle(title, x=0.015, ha="left", fontsize=SIZE + 1, fontweight="bold", color=INK, parse_math=False)
+    figure.suptitle(
+        title, x=0.015, ha="left", fontsize=SIZE + 1, fontweight="bold", color=INK, parse_math=False
+    )
     if subtitle:
         set_panel_title(panels[0, 0], subtitle)
     return figure, panels if panels.size > 1 else panels[0, 0]
@@ -51,7 +75,11 @@ def set_panel_title(axes, text: str) -> None:
 
 def style_of(number: int) -> dict[str, str]:
     """Colour, marker and stroke of all lines of one layer, or another thing that has several."""
-    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "linestyle": "-"}
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "linestyle": "-",
+    }
 
 
 def draw_line(axes, x: Sequence[float], y: Sequence[float], label: str | None = None, **style):
@@ -62,7 +90,11 @@ def draw_line(axes, x: Sequence[float], y: Sequence[float], label: str | None = 
 
 def label_lines(axes) -> None:
     """A legend below the figure, of the lines that have names."""
-    lines = [line for line in axes.get_lines() if not line.get_label().startswith("_") and len(line.get_xdata())]
+    lines = [
+        line
+        for line in axes.get_lines()
+        if not line.get_label().startswith("_") and len(line.get_xdata())
+    ]
     look = {"handles": lines, "fontsize": SMALL, "frameon": False, "labelcolor": INK}
     for text in axes.get_figure().legend(loc="outside lower left", ncols=2, **look).get_texts():
         text.set_parse_math(False)
@@ -81,7 +113,9 @@ def set_log_scale(axis, values: Sequence[float]) -> None:
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     wide = max(values) > 8 * min(values)
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_locator(
+        LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(6, steps=[1, 2, 2.5, 5, 10])
+    )
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter("{x:,.6g}")
 

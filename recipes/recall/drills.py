@@ -1,8 +1,9 @@
-"""Rows that drill recall: many short associations, passages that come again, sentences of many forms; every row asks often.
+"""Rows that drill recall: many short associations, passages that come again, sentences of many
+forms; every row asks often.
 
-Passkeys and facts ask for one thing in many tokens; a model that starts from nothing finds no gradient in them. These
-rows teach the step before: that what followed something once will follow it again (an induction head, or its like in a
-memory). Shapes and positions as in [`examples`].
+Passkeys and facts ask for one thing in many tokens; a model that starts from nothing finds no
+gradient in them. These rows teach the step before: that what followed something once will follow it
+again (an induction head, or its like in a memory). Shapes and positions as in [`examples`].
 """
 
 import functools
@@ -21,7 +22,8 @@ KNOWN_FROM = 2  # an echo can be known for one from its third token on
 def codes_row(
     rng: random.Random, encode: Encode, names, filler: Filler, length: int, language: str = "pt"
 ) -> Example:
-    """Real text in which people are given codes (a number or a surname), all of which are asked for until the row is full.
+    """Real text in which people are given codes (a number or a surname), all of which are asked for
+    until the row is full.
 
     Raises [`DoesNotFit`] when not even one code and its question fit.
     """
@@ -33,10 +35,15 @@ def codes_row(
         people.add(names.first_name())
     codes = {}
     for name in sorted(people):
-        codes[name] = f"{rng.randrange(100_000):05d}" if rng.random() < 0.5 else names.last_name().split()[-1]
+        codes[name] = (
+            f"{rng.randrange(100_000):05d}" if rng.random() < 0.5 else names.last_name().split()[-1]
+        )
     statements = [WORDING[language]["code"].format(name=name) for name in codes]
     pieces = encode([".", *statements, *(f" {code}" for code in codes.values())])
-    stop, sentences = pieces[0], dict(zip(codes, zip(pieces[1:], pieces[1 + len(codes) :], strict=False), strict=False))
+    stop, sentences = (
+        pieces[0],
+        dict(zip(codes, zip(pieces[1:], pieces[1 + len(codes) :], strict=False), strict=False)),
+    )
 
     document, stated, questions = Document(), {}, []
     for name in rng.sample(list(codes), len(codes)):
@@ -58,8 +65,11 @@ def codes_row(
     return Example(document.tokens()[:length], tuple(questions))
 
 
-def echo_row(rng: random.Random, decode: Callable[..., str], filler: Filler, length: int) -> Example:
-    """Real text in which pieces of 8 to 24 tokens come again, about as often as new ones of 10 to 50.
+def echo_row(
+    rng: random.Random, decode: Callable[..., str], filler: Filler, length: int
+) -> Example:
+    """Real text in which pieces of 8 to 24 tokens come again, about as often as new ones of 10 to
+    50.
 
     An answer is an echo from its third token on.
 
@@ -79,12 +89,17 @@ def echo_row(rng: random.Random, decode: Callable[..., str], filler: Filler, len
         begin, end = begin + KNOWN_FROM, min(end, length - 1)
         if begin <= end:
             stated = (first + KNOWN_FROM, first + KNOWN_FROM + end - begin)
-            questions.append(Question("echo", decode(document.tokens()[begin : end + 1]), stated, (begin, end)))
+            questions.append(
+                Question("echo", decode(document.tokens()[begin : end + 1]), stated, (begin, end))
+            )
     return Example(document.tokens()[:length], tuple(questions))
 
 
-def forms_row(rng: random.Random, encode: Encode, filler: Filler, length: int, language: str = "pt") -> Example:
-    """Real text with invented facts of many forms, all of which are asked for at its end: [`asking_row`].
+def forms_row(
+    rng: random.Random, encode: Encode, filler: Filler, length: int, language: str = "pt"
+) -> Example:
+    """Real text with invented facts of many forms, all of which are asked for at its end:
+    [`asking_row`].
 
     Raises [`DoesNotFit`] when the facts and their questions are longer.
     """
@@ -96,4 +111,6 @@ def forms_row(rng: random.Random, encode: Encode, filler: Filler, length: int, l
         row, asked = asking_row(rng, encode, functools.partial(filler.take, rng), length, language)
     except ValueError as error:
         raise DoesNotFit(str(error)) from error
-    return Example(np.asarray(row, dtype=np.int64), tuple(Question("form", *question) for question in asked))
+    return Example(
+        np.asarray(row, dtype=np.int64), tuple(Question("form", *question) for question in asked)
+    )

@@ -1,11 +1,12 @@
 """Documents that ask for what they said before, as tokens; here: a number hidden in real text.
 
-Everything is drawn from a `random.Random`, so that a seed gives the same examples on every machine. The pieces of a
-document are encoded separately, and an answer always with the space in front of it (" 48213"): it has the same tokens
-where the text states it and where it is asked for. Positions and lengths are in tokens, segments are counted from the
-document's first token.
+Everything is drawn from a `random.Random`, so that a seed gives the same examples on every machine.
+The pieces of a document are encoded separately, and an answer always with the space in front of it
+(" 48213"): it has the same tokens where the text states it and where it is asked for. Positions and
+lengths are in tokens, segments are counted from the document's first token.
 
-`encode` is `functools.partial(tokenization.encode_texts, tokenizer)`, `names` is `biographies.portuguese_names()`.
+`encode` is `functools.partial(tokenization.encode_texts, tokenizer)`, `names` is
+`biographies.portuguese_names()`.
 """
 
 import random
@@ -23,11 +24,14 @@ if TYPE_CHECKING:
 
 Encode = Callable[[Sequence[str]], "list[np.ndarray]"]
 
-WORDING: dict[str, dict] = yaml.safe_load(Path(__file__).with_name("sentences.yaml").read_text(encoding="utf-8"))
+WORDING: dict[str, dict] = yaml.safe_load(
+    Path(__file__).with_name("sentences.yaml").read_text(encoding="utf-8")
+)
 
 
 class DoesNotFit(ValueError):
-    """The example cannot be made with this length, or with segments this short; the message gives the sizes."""
+    """The example cannot be made with this length, or with segments this short; the message gives
+    the sizes."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Example:
-    """A document: `tokens` (1-D, int64), and its `questions` in the order in which they are asked."""
+    """A document: `tokens` (1-D, int64), and its `questions` in the order in which they are
+    asked."""
 
     tokens: "np.ndarray"
     questions: tuple[Question, ...]
@@ -87,7 +92,8 @@ def passkey_example(
 
     Args:
         depth: share of the filler that stands in front of the number, 0 to 1.
-        questions: how often the number is asked for; all questions but the last stand anywhere after it.
+        questions: how often the number is asked for; all questions but the last stand anywhere
+            after it.
         language: of the sentences that state it and ask for it, a key of `WORDING`.
 
     Raises [`DoesNotFit`] when the number and the questions alone are longer.
@@ -99,15 +105,22 @@ def passkey_example(
     room = length - sum(map(len, (before, answer, between, answer, after, *asks)))
     room -= questions * len(answer) + (questions - 1) * len(stop)
     if room < 0:
-        raise DoesNotFit(f"the number and {questions} question(s) take {length - room} tokens, more than {length}")
+        raise DoesNotFit(
+            f"the number and {questions} question(s) take {length - room} tokens, "
+            f"more than {length}"
+        )
     text, place = filler.take(rng, room), round(depth * room)
     document = Document()
     stated = document.add(text[:place], before, answer)
     document.add(between, answer, after)
     asked = []
-    for ask, end in zip(asks, [*sorted(rng.randint(place, room) for _ in asks[1:]), room], strict=True):
+    for ask, end in zip(
+        asks, [*sorted(rng.randint(place, room) for _ in asks[1:]), room], strict=True
+    ):
         asked.append(document.add(text[place:end], ask, answer))
         if len(asked) < questions:
             document.add(stop)
         place = end
-    return Example(document.tokens(), tuple(Question("passkey", number, stated, span) for span in asked))
+    return Example(
+        document.tokens(), tuple(Question("passkey", number, stated, span) for span in asked)
+    )

@@ -1,4 +1,5 @@
-"""Biographies of invented people that ask for the facts they stated, as tokens; lengths and positions as in [`examples`]."""
+"""Biographies of invented people that ask for the facts they stated, as tokens; lengths and
+positions as in [`examples`]."""
 
 import itertools
 import random
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 FACT_NAMES = tuple(SENTENCES["facts"])
-REAL_TEXT = (32, 256)  # tokens of a piece of real text among the invented paragraphs of a training row
+# tokens of a piece of real text among the invented paragraphs of a training row
+REAL_TEXT = (32, 256)
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,17 @@ class _Statement:
 
 
 def invent_clear_person(rng: random.Random, names) -> tuple[Person, list[list[Sentence]]]:
-    """A person and the opening of the biography, in which every answer occurs once, in its own sentence."""
+    """A person and the opening of the biography, in which every answer occurs once, in its own
+    sentence."""
     names.seed_instance(rng.getrandbits(64))
     while True:
         person = invent_person(rng, names)
         opening = write_opening(rng, person)
-        text = " ".join([person.name, *(str(sentence) for paragraph in opening for sentence in paragraph)])
-        if all(_occurs_once(answer, text) for answer in person.answers.values()):  # no city is a surname here, and so on
+        text = " ".join(
+            [person.name, *(str(sentence) for paragraph in opening for sentence in paragraph)]
+        )
+        # no city is a surname here, and so on
+        if all(_occurs_once(answer, text) for answer in person.answers.values()):
             return person, opening
 
 
@@ -67,20 +73,23 @@ def fact_example(
     segment_length: int,
     lines: Sequence[str] | None = None,
 ) -> Example:
-    """A biography that asks for a fact in the segment that comes `distance` segments after the one that stated it.
+    """A biography that asks for a fact in the segment that comes `distance` segments after the one
+    that stated it.
 
-    The document: other text, so that the statement stands where it shall; the name and the opening up to the end of
-    the sentence with the fact; paragraphs in which no answer occurs; the prompt and the answer. The first token of
-    the answer lies in segment s where it is stated and in segment s + `distance` where it is asked for, and the
-    answer crosses no border of segments where that can be avoided. The two places inside their segments are drawn
-    together, every pair that is possible with the same probability. With `distance` 0 everything from the name to the
-    answer is in one segment, with as many of the sentences before the fact's own as there is room for.
+    The document: other text, so that the statement stands where it shall; the name and the opening
+    up to the end of the sentence with the fact; paragraphs in which no answer occurs; the prompt
+    and the answer. The first token of the answer lies in segment s where it is stated and in
+    segment s + `distance` where it is asked for, and the answer crosses no border of segments where
+    that can be avoided. The two places inside their segments are drawn together, every pair that is
+    possible with the same probability. With `distance` 0 everything from the name to the answer is
+    in one segment, with as many of the sentences before the fact's own as there is room for.
 
     Args:
         fact: one of `FACT_NAMES`.
         distance: in segments, 0 or more.
         segment_length: tokens per segment.
-        lines: of real text, to stand in front and between; `None`: invented paragraphs, full of other names and years.
+        lines: of real text, to stand in front and between; `None`: invented paragraphs, full of
+            other names and years.
 
     Raises [`DoesNotFit`] when the text between the two places is longer than the distance.
     """
@@ -92,11 +101,16 @@ def fact_example(
     if distance == 0:
         need = len(title) + len(statements[-1]) + len(prompt) + width
         if need > segment_length:
-            raise DoesNotFit(f"statement, question and answer of {fact} take {need} tokens, a segment {segment_length}")
+            raise DoesNotFit(
+                f"statement, question and answer of {fact} take {need} tokens, a "
+                f"segment {segment_length}"
+            )
         while len(title) + sum(map(len, statements)) + len(prompt) + width > segment_length:
             statements = statements[1:]
-    stated_at = len(title) + sum(map(len, statements)) - len(statements[-1].after) - width  # within the opening
-    least = width + len(statements[-1].after) + len(prompt)  # from one first token to the other, with nothing between
+    # within the opening
+    stated_at = len(title) + sum(map(len, statements)) - len(statements[-1].after) - width
+    # from one first token to the other, with nothing between
+    least = width + len(statements[-1].after) + len(prompt)
     start, end = _draw_places(rng, distance, segment_length, width, least, stated_at)
     gap = distance * segment_length + end - start - least
 
@@ -104,7 +118,11 @@ def fact_example(
     forbidden = forbid_answers(person)
 
     def write(about: Person) -> Iterator[str]:
-        return write_paragraphs(rng, names, about, forbidden) if lines is None else _take_lines(rng, lines, forbidden)
+        return (
+            write_paragraphs(rng, names, about, forbidden)
+            if lines is None
+            else _take_lines(rng, lines, forbidden)
+        )
 
     document = Document()
     front = (start - stated_at) % segment_length
@@ -119,13 +137,15 @@ def fact_example(
 
 
 def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length: int) -> Example:
-    """A row to learn from: exactly `length` tokens of a biography that asks for every fact it states.
+    """A row to learn from: exactly `length` tokens of a biography that asks for every fact it
+    states.
 
-    Each question stands on a line of its own at a place drawn at random between its statement and the end of the row: all
-    places alike for one half of them, all orders of magnitude of the distance alike for the other, so that what lies inside
-    the window is asked for in long rows too.
-    Between them, after the opening, invented paragraphs alternate by chance with pieces of real text. Where the opening
-    and its questions fill more than three quarters of the row, paragraphs of the opening are left out, then sentences.
+    Each question stands on a line of its own at a place drawn at random between its statement and
+    the end of the row: all places alike for one half of them, all orders of magnitude of the
+    distance alike for the other, so that what lies inside the window is asked for in long rows too.
+    Between them, after the opening, invented paragraphs alternate by chance with pieces of real
+    text. Where the opening and its questions fill more than three quarters of the row, paragraphs
+    of the opening are left out, then sentences.
 
     Raises [`DoesNotFit`] when not even one fact fits.
     """
@@ -138,7 +158,9 @@ def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length:
     asks = dict(zip(sum(facts, []), prompts, strict=True))
 
     def length_without_gap() -> int:
-        return len(title) + sum(len(s) + len(asks[s.name]) + len(s.answer) + len(stop) for s in statements)
+        return len(title) + sum(
+            len(s) + len(asks[s.name]) + len(s.answer) + len(stop) for s in statements
+        )
 
     while 4 * length_without_gap() > 3 * length and len(statements) > 1:
         dropped = facts.pop(rng.randrange(len(facts))) if len(facts) > 1 else [statements[-1].name]
@@ -151,19 +173,28 @@ def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length:
     lines = _encode_lines(encode, write_paragraphs(rng, names, person, forbid_answers(person)))
     while gap > 0:
         real = rng.random() < 0.5
-        unit = np.concatenate([newline, filler.take(rng, rng.randint(*REAL_TEXT))]) if real else next(lines)
+        unit = (
+            np.concatenate([newline, filler.take(rng, rng.randint(*REAL_TEXT))])
+            if real
+            else next(lines)
+        )
         parts.append(unit[:gap])
         gap -= len(parts[-1])
     tokens, spans = _ask_anywhere(rng, np.concatenate(parts), len(title), statements, asks, stop)
-    return Example(tokens, tuple(Question(name, person.answers[name], *places) for name, *places in spans))
+    return Example(
+        tokens, tuple(Question(name, person.answers[name], *places) for name, *places in spans)
+    )
 
 
 def paragraphs_row(rng: random.Random, encode: Encode, names, length: int) -> "np.ndarray":
-    """Exactly `length` tokens of the invented paragraphs that stand between the facts and the questions of [`fact_example`]:
-    other people, places and years without end, none of which is ever asked for."""
+    """Exactly `length` tokens of the invented paragraphs that stand between the facts and the
+    questions of [`fact_example`]: other people, places and years without end, none of which is ever
+    asked for."""
     names.seed_instance(rng.getrandbits(64))
     person = invent_person(rng, names)
-    return _encode_enough(encode, write_paragraphs(rng, names, person, forbid_answers(person)), length)[:length]
+    return _encode_enough(
+        encode, write_paragraphs(rng, names, person, forbid_answers(person)), length
+    )[:length]
 
 
 def _ask_anywhere(
@@ -174,15 +205,18 @@ def _ask_anywhere(
     asks: "dict[str, np.ndarray]",
     stop: "np.ndarray",
 ) -> "tuple[np.ndarray, list[tuple]]":
-    """Puts the question for every statement in, with its answer, at a place drawn at random after the statement.
+    """Puts the question for every statement in, with its answer, at a place drawn at random after
+    the statement.
 
     Within the opening that is at the end of a sentence, after it anywhere.
 
     Args:
-        text: the row without questions; the statements stand in it one after the other from `opening_at` on.
+        text: the row without questions; the statements stand in it one after the other from
+            `opening_at` on.
         asks: the prompt for each fact; `stop` follows the answers.
 
-    Returns the row and, in the order of the questions, each fact's name and the places of its answer: stated and asked.
+    Returns the row and, in the order of the questions, each fact's name and the places of its
+    answer: stated and asked.
     """
     import numpy as np
 
@@ -190,14 +224,20 @@ def _ask_anywhere(
     places = []
     for end, statement in zip(ends, statements, strict=True):
         far = len(text) - end
-        target = end + (rng.randint(0, far) if rng.random() < 0.5 else int((far + 1) ** rng.random()) - 1)
+        target = end + (
+            rng.randint(0, far) if rng.random() < 0.5 else int((far + 1) ** rng.random()) - 1
+        )
         target = next((border for border in ends if border >= target), target)
         places.append((target, rng.random(), end, statement))
     places.sort(key=lambda place: place[:2])
-    pieces = [np.concatenate([asks[statement.name], statement.answer, stop]) for *_, statement in places]
+    pieces = [
+        np.concatenate([asks[statement.name], statement.answer, stop]) for *_, statement in places
+    ]
     targets, lengths = np.array([target for target, *_ in places]), np.array(list(map(len, pieces)))
     spans = []
-    for (target, _, end, statement), earlier in zip(places, np.cumsum(lengths) - lengths, strict=True):
+    for (target, _, end, statement), earlier in zip(
+        places, np.cumsum(lengths) - lengths, strict=True
+    ):
         width = len(statement.answer)
         stated = end - len(statement.after) - width
         stated += int(lengths[targets <= stated].sum())
@@ -209,32 +249,40 @@ def _ask_anywhere(
 def _encode_opening(
     encode: Encode, person: Person, opening: list[list[Sentence]], asked: Sequence[str]
 ) -> "tuple[list[np.ndarray], list[_Statement]]":
-    """The tokens of the title and of the prompts of the facts `asked`, and those of all sentences of the opening."""
+    """The tokens of the title and of the prompts of the facts `asked`, and those of all sentences
+    of the opening."""
     texts = [f"\n\n{person.name}\n", *(f"\n{fact_prompt(person, name)}" for name in asked)]
     heads, sentences = len(texts), []
     for paragraph in opening:
         for number, sentence in enumerate(paragraph):
-            # In quotation marks the answer would have no space in front of it, and other tokens than after the prompt
+            # In quotation marks the answer would have no space in front of it, and other tokens
+            # than after the prompt
             before, after = sentence.before.removesuffix("“"), sentence.after.removeprefix("”")
             if not before.endswith(" "):
-                raise ValueError(f"an answer needs a space in front of it, and has none in {sentence}")
+                raise ValueError(
+                    f"an answer needs a space in front of it, and has none in {sentence}"
+                )
             texts += [("\n" if number == 0 else " ") + before[:-1], f" {sentence.answer}", after]
             sentences.append(sentence.name)
     tokens = encode(texts)
     triples = (tokens[place : place + 3] for place in range(heads, len(tokens), 3))
-    return tokens[:heads], [_Statement(name, *triple) for name, triple in zip(sentences, triples, strict=True)]
+    return tokens[:heads], [
+        _Statement(name, *triple) for name, triple in zip(sentences, triples, strict=True)
+    ]
 
 
 def _draw_places(
     rng: random.Random, distance: int, segment_length: int, width: int, least: int, stated_at: int
 ) -> tuple[int, int]:
-    """Places inside their segments of an answer's first token where it is stated, and where it is asked for.
+    """Places inside their segments of an answer's first token where it is stated, and where it is
+    asked for.
 
     Args:
         distance: segments from one to the other.
         width: tokens of the answer.
         least: tokens from one place to the other at the least.
-        stated_at: tokens that stand in front of the answer in its document; with a distance of 0 they are in the segment.
+        stated_at: tokens that stand in front of the answer in its document; with a distance of 0
+            they are in the segment.
     """
     last = segment_length - width if width <= segment_length else segment_length - 1
     starts = range(stated_at if distance == 0 else 0, last + 1)
@@ -242,15 +290,16 @@ def _draw_places(
     choices = [max(0, last + 1 - first) for first in first_ends]
     if sum(choices) == 0:
         raise DoesNotFit(
-            f"{least} tokens lie between the two places at least, and {distance} segment(s) of {segment_length} are "
-            f"{distance * segment_length + last} at most"
+            f"{least} tokens lie between the two places at least, and {distance} segment(s) of "
+            f"{segment_length} are {distance * segment_length + last} at most"
         )
     (number,) = rng.choices(range(len(starts)), choices)
     return starts[number], rng.randint(first_ends[number], last)
 
 
 def _take_lines(rng: random.Random, lines: Sequence[str], forbidden: re.Pattern) -> Iterator[str]:
-    """Yields lines from one drawn at random on, after the last the first again, without those that `forbidden` is in."""
+    """Yields lines from one drawn at random on, after the last the first again, without those that
+    `forbidden` is in."""
     first, found = rng.randrange(len(lines)), False
     while True:
         for line in itertools.chain(lines[first:], lines[:first]):
@@ -258,7 +307,9 @@ def _take_lines(rng: random.Random, lines: Sequence[str], forbidden: re.Pattern)
                 found = True
                 yield line
         if not found:
-            raise DoesNotFit(f"each of the {len(lines)} line(s) of text holds one of a person's answers")
+            raise DoesNotFit(
+                f"each of the {len(lines)} line(s) of text holds one of a person's answers"
+            )
 
 
 def _encode_lines(encode: Encode, paragraphs: Iterator[str]) -> "Iterator[np.ndarray]":

@@ -1,4 +1,5 @@
-"""Real text around what has to be recalled: a long stream of tokens, of which any number can be taken from anywhere.
+"""Real text around what has to be recalled: a long stream of tokens, of which any number can be
+taken from anywhere.
 
 A stream is one integer array: documents one after the other, an end-of-text token after each.
 """
@@ -30,7 +31,8 @@ class Filler:
         self.stream, self.end_of_text, self.blank_line = stream, end_of_text, blank_line
 
     def take(self, rng: random.Random, count: int) -> "np.ndarray":
-        """`count` tokens (int64) from a place drawn at random, often in the middle of an article."""
+        """`count` tokens (int64) from a place drawn at random, often in the middle of an
+        article."""
         import numpy as np
 
         tokens = read_stream(self.stream, rng.randrange(len(self.stream)), count)

@@ -1,4 +1,5 @@
-"""Rows that train recall: passkeys, facts, drills and running text in given shares, as a split that train.py reads."""
+"""Rows that train recall: passkeys, facts, drills and running text in given shares, as a split that
+train.py reads."""
 
 import functools
 import itertools
@@ -26,7 +27,8 @@ NOT_COUNTED = -100  # a label that adds nothing to the loss
 
 
 def read_mix(entries: list[str]) -> dict[str, float]:
-    """The shares of `--mix`, "passkey=0.3" and so on, for all of `KINDS`; a UserError unless they sum to 1."""
+    """The shares of `--mix`, "passkey=0.3" and so on, for all of `KINDS`; a UserError unless they
+    sum to 1."""
     shares = dict.fromkeys(KINDS, 0.0)
     for entry in entries:
         name, _, value = entry.partition("=")
@@ -35,15 +37,22 @@ def read_mix(entries: list[str]) -> dict[str, float]:
         except ValueError:
             share = -1.0
         if name not in shares or not 0 <= share <= 1:
-            raise UserError(f"--mix {entry}: give a kind ({', '.join(KINDS)}), = and a share from 0 to 1: facts=0.4")
+            raise UserError(
+                f"--mix {entry}: give a kind ({', '.join(KINDS)}), = and a share from "
+                "0 to 1: facts=0.4"
+            )
         shares[name] = share
     if abs(sum(shares.values()) - 1) > 1e-6:
-        raise UserError(f"--mix {' '.join(entries)}: the shares sum to {sum(shares.values()):g}; they must sum to 1")
+        raise UserError(
+            f"--mix {' '.join(entries)}: the shares sum to {sum(shares.values()):g}; "
+            "they must sum to 1"
+        )
     return shares
 
 
 def deal_kinds(rows: int, shares: dict[str, float], rng: random.Random) -> list[str]:
-    """The kind of each of so many rows in random order; each has its share, rounded so that all rows are dealt."""
+    """The kind of each of so many rows in random order; each has its share, rounded so that all
+    rows are dealt."""
     counts = {kind: int(share * rows) for kind, share in shares.items()}
     by_remainder = sorted(shares, key=lambda kind: shares[kind] * rows - counts[kind], reverse=True)
     for kind in by_remainder[: rows - sum(counts.values())]:
@@ -66,7 +75,8 @@ def make_rows(
     language: str,
     seed: int,
 ) -> "Iterator[tuple[str, np.ndarray, np.ndarray]]":
-    """Yields kind, tokens and labels of each row of one split, the arrays int64 of `context` tokens.
+    """Yields kind, tokens and labels of each row of one split, the arrays int64 of `context`
+    tokens.
 
     Row number i depends on the split's name, the seed, and i only.
 
@@ -79,14 +89,23 @@ def make_rows(
         shares: of `KINDS`, summing to 1.
         questions: how often a passkey row asks for its number.
         language: of what passkeys, codes and forms say.
-        answers_only: only the answers are learned where a row asks; rows that ask nothing always are learned as a whole.
+        answers_only: only the answers are learned where a row asks; rows that ask nothing always
+            are learned as a whole.
     """
-    encode, names, key = functools.partial(encode_texts, tokenizer), portuguese_names(), f"{split}/{seed}"
+    encode, names, key = (
+        functools.partial(encode_texts, tokenizer),
+        portuguese_names(),
+        f"{split}/{seed}",
+    )
     filler = Filler(stream, tokenizer.eos_token_id, encode(["\n\n"])[0])
     kinds = deal_kinds(rows, shares, random.Random(key))
-    texts = _blocks_of_text(stream, context, kinds.count("text"), split, random.Random(f"{key}/blocks"))
+    texts = _blocks_of_text(
+        stream, context, kinds.count("text"), split, random.Random(f"{key}/blocks")
+    )
     examples: dict[str, Callable[[random.Random], Example]] = {
-        "passkey": lambda rng: passkey_example(rng, encode, filler, context, rng.random(), questions, language),
+        "passkey": lambda rng: passkey_example(
+            rng, encode, filler, context, rng.random(), questions, language
+        ),
         "facts": lambda rng: facts_row(rng, encode, names, filler, context),
         "codes": lambda rng: codes_row(rng, encode, names, filler, context, language),
         "forms": lambda rng: forms_row(rng, encode, filler, context, language),
@@ -111,7 +130,9 @@ def _blocks_of_text(
     """Blocks of the stream in random order; every one comes once before any comes again."""
     blocks_there = len(stream) // context
     if count > 0 and blocks_there == 0:
-        raise UserError(f"the {split} text of {len(stream):,} tokens has no row of --context {context:,}")
+        raise UserError(
+            f"the {split} text of {len(stream):,} tokens has no row of --context {context:,}"
+        )
     for block in itertools.cycle(rng.sample(range(blocks_there), min(count, blocks_there))):
         yield read_stream(stream, block * context, context)
 
@@ -127,8 +148,11 @@ def answer_labels(example: Example) -> "np.ndarray":
     return labels
 
 
-def write_rows(rows: "Iterator[tuple[str, np.ndarray, np.ndarray]]", count: int, context: int, folder: Path) -> dict:
-    """Saves rows as a dataset with the columns `input_ids` and `labels` (int32), one in memory at a time.
+def write_rows(
+    rows: "Iterator[tuple[str, np.ndarray, np.ndarray]]", count: int, context: int, folder: Path
+) -> dict:
+    """Saves rows as a dataset with the columns `input_ids` and `labels` (int32), one in memory at a
+    time.
 
     Args:
         rows: of [`make_rows`].
@@ -136,7 +160,8 @@ def write_rows(rows: "Iterator[tuple[str, np.ndarray, np.ndarray]]", count: int,
         folder: for `datasets.load_from_disk`.
 
     Returns:
-        What [`corpora.blocks.save_rows`] does, `rows_by_kind`, and the `counted_tokens` (those with a label) by kind.
+        What [`corpora.blocks.save_rows`] does, `rows_by_kind`, and the `counted_tokens` (those with
+        a label) by kind.
     """
     from tqdm.auto import tqdm
 
@@ -150,5 +175,7 @@ def write_rows(rows: "Iterator[tuple[str, np.ndarray, np.ndarray]]", count: int,
 
     saved = blocks.write_rows(arrays(), ["input_ids", "labels"], context, folder)
     if not sum(counted.values()):
-        raise UserError(f"--context {context}: no token of these rows would be learned; give a longer --context")
+        raise UserError(
+            f"--context {context}: no token of these rows would be learned; give a longer --context"
+        )
     return {**saved, "rows_by_kind": dict(kinds), "counted_tokens": dict(counted)}

@@ -1,4 +1,5 @@
-"""How often a model recalls: exact answers in [`examples`], by length and depth or by distance in segments."""
+"""How often a model recalls: exact answers in [`examples`], by length and depth or by distance in
+segments."""
 
 import functools
 import itertools
@@ -29,7 +30,8 @@ _GUESSED_FROM = 2000  # invented people
 
 @dataclass(frozen=True)
 class Answer:
-    """How a model answered a question: whether every token is its first choice, and their loss in nats."""
+    """How a model answered a question: whether every token is its first choice, and their loss in
+    nats."""
 
     fact: str
     correct: bool
@@ -44,10 +46,11 @@ class Runner:
     Args:
         model: a causal language model in evaluation mode.
         tokenizer: its tokenizer.
-        options: of evaluate_model.py: `chunk` and `batch_size` of the model's calls, `samples` (examples per
-            cell), the `language` of passkeys, and the `seed`, the same for all cells, so that they ask about the same
-            numbers and people.
-        file: keeps the finished cells, so that a task that was killed goes on where it was; delete it in the end.
+        options: of evaluate_model.py: `chunk` and `batch_size` of the model's calls, `samples`
+            (examples per cell), the `language` of passkeys, and the `seed`, the same for all cells,
+            so that they ask about the same numbers and people.
+        file: keeps the finished cells, so that a task that was killed goes on where it was; delete
+            it in the end.
         identity: JSON-safe; cells that were kept under another identity are not used.
         score: answers a batch of examples; as [`score_answers`].
     """
@@ -63,20 +66,25 @@ class Runner:
         return encode_texts(self.tokenizer, texts)
 
     def random(self, number: int) -> random.Random:
-        """The source of example `number`: other people and numbers than prepare_recall.py's rows have."""
+        """The source of example `number`: other people and numbers than prepare_recall.py's rows
+        have."""
         return random.Random(f"evaluation/{self.options.seed}/{number}")
 
 
-# --- scoring ----------------------------------------------------------------------------------------------------------
+# --- scoring
+# --------------------------------------------------------------------------------------------------
 
 
 def score_answers(model, examples: Sequence[Example], chunk: int, progress=iter) -> list[Answer]:
     """Asks a model every question of the examples: one [`Answer`] each, in their order.
 
-    An answer is correct when each of its tokens is the arg-max after the true tokens before it, which is when greedy
-    decoding gives exactly this answer. The examples are read in chunks of `chunk` tokens; `progress`: of [`score_spans`].
+    An answer is correct when each of its tokens is the arg-max after the true tokens before it,
+    which is when greedy decoding gives exactly this answer. The examples are read in chunks of
+    `chunk` tokens; `progress`: of [`score_spans`].
     """
-    asked = [(row, question) for row, example in enumerate(examples) for question in example.questions]
+    asked = [
+        (row, question) for row, example in enumerate(examples) for question in example.questions
+    ]
     spans = [(row, question.asked[0], question.asked[1] + 1) for row, question in asked]
     found = score_spans(model, [example.tokens for example in examples], spans, chunk, progress)
     return [
@@ -86,19 +94,22 @@ def score_answers(model, examples: Sequence[Example], chunk: int, progress=iter)
 
 
 def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """The Wilson score interval of a share, of 95 % for the default z (the normal distribution's 97.5 % quantile).
+    """The Wilson score interval of a share, of 95 % for the default z (the normal distribution's
+    97.5 % quantile).
 
-    E. B. Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", 1927. Unlike the usual
-    p ± z √(p (1 − p) / n), it is of use for shares of 0 and 1 and for few trials.
+    E. B. Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", 1927.
+    Unlike the usual p ± z √(p (1 − p) / n), it is of use for shares of 0 and 1 and for few trials.
     """
     share, square = successes / trials, z * z / trials
     middle = (share + square / 2) / (1 + square)
     half = z / (1 + square) * math.sqrt(share * (1 - share) / trials + square / (4 * trials))
-    return max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))  # not a rounding beyond them
+    # not a rounding beyond them
+    return max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))
 
 
 def summarize_answers(answers: Sequence[Answer]) -> dict:
-    """`samples`, `correct`, `accuracy`, its 95 % interval `low` to `high`, and `cross_entropy` (nats per answer token)."""
+    """`samples`, `correct`, `accuracy`, its 95 % interval `low` to `high`, and `cross_entropy`
+    (nats per answer token)."""
     correct = sum(answer.correct for answer in answers)
     low, high = wilson_interval(correct, len(answers))
     return {
@@ -107,21 +118,30 @@ def summarize_answers(answers: Sequence[Answer]) -> dict:
         "accuracy": correct / len(answers),
         "low": low,
         "high": high,
-        "cross_entropy": math.fsum(answer.loss for answer in answers) / sum(answer.tokens for answer in answers),
+        "cross_entropy": math.fsum(answer.loss for answer in answers)
+        / sum(answer.tokens for answer in answers),
     }
 
 
-# --- the tasks --------------------------------------------------------------------------------------------------------
+# --- the tasks
+# --------------------------------------------------------------------------------------------------
 
 
 def run_passkey(
-    runner: Runner, texts: Sequence[str], lengths: Sequence[int], depths: Sequence[float], pooled: bool = False
+    runner: Runner,
+    texts: Sequence[str],
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    pooled: bool = False,
 ) -> dict:
-    """A number hidden in real text: `cells` by `length` (tokens) and `depth`, and `filler_tokens`, how much text there is.
+    """A number hidden in real text: `cells` by `length` (tokens) and `depth`, and `filler_tokens`,
+    how much text there is.
 
     Args:
-        texts: the articles; the filler begins anywhere in them and goes on from the first when it needs more.
-        pooled: whether each depth has other numbers and places in the texts, so that all depths are one sample.
+        texts: the articles; the filler begins anywhere in them and goes on from the first when it
+            needs more.
+        pooled: whether each depth has other numbers and places in the texts, so that all depths are
+            one sample.
     """
     import numpy as np
 
@@ -135,7 +155,9 @@ def run_passkey(
         samples = runner.options.samples
         first = samples * depths.index(cell["depth"]) if pooled else 0
         numbers = map(runner.random, range(first, first + samples))
-        make = functools.partial(passkey_example, encode=runner.encode, filler=filler, language=runner.options.language)
+        make = functools.partial(
+            passkey_example, encode=runner.encode, filler=filler, language=runner.options.language
+        )
         examples = (make(rng, length=cell["length"], depth=cell["depth"]) for rng in numbers)
         return summarize_answers(_ask(runner, examples))
 
@@ -144,22 +166,39 @@ def run_passkey(
 
 
 def depths_of(given: Sequence[float]) -> list[float]:
-    """The shares of the text before the number: as given, or so many evenly spaced where one number from 2 on is given."""
+    """The shares of the text before the number: as given, or so many evenly spaced where one number
+    from 2 on is given."""
     if len(given) == 1 and given[0] >= 2:
         return [place / (given[0] - 1) for place in range(int(given[0]))]
     return list(given)
 
 
-def run_facts(runner: Runner, distances: Sequence[int], segment_length: int, texts: Sequence[str] | None = None) -> dict:
-    """Facts of invented people: `cells` by `distance` (segments), and the `constant_guesses` to compare them with.
+def run_facts(
+    runner: Runner,
+    distances: Sequence[int],
+    segment_length: int,
+    texts: Sequence[str] | None = None,
+) -> dict:
+    """Facts of invented people: `cells` by `distance` (segments), and the `constant_guesses` to
+    compare them with.
 
-    All kinds of facts come in turn. Examples that do not fit are passed over and counted, by fact, as `skipped`.
+    All kinds of facts come in turn. Examples that do not fit are passed over and counted, by fact,
+    as `skipped`.
 
     Args:
-        texts: articles whose lines stand between a fact and its question; `None`: invented paragraphs.
+        texts: articles whose lines stand between a fact and its question; `None`: invented
+            paragraphs.
     """
-    samples, names, guesses = runner.options.samples, portuguese_names(), constant_guesses(runner.options.seed)
-    lines = None if texts is None else [line for text in texts for line in text.splitlines() if line.strip()]
+    samples, names, guesses = (
+        runner.options.samples,
+        portuguese_names(),
+        constant_guesses(runner.options.seed),
+    )
+    lines = (
+        None
+        if texts is None
+        else [line for text in texts for line in text.splitlines() if line.strip()]
+    )
 
     def run_cell(cell: dict) -> dict:
         skipped, lengths, reasons = Counter(), [], []
@@ -168,7 +207,9 @@ def run_facts(runner: Runner, distances: Sequence[int], segment_length: int, tex
             for number in range(_TRIES * samples):
                 fact, rng = FACT_NAMES[number % len(FACT_NAMES)], runner.random(number)
                 try:
-                    example = fact_example(rng, runner.encode, names, fact, cell["distance"], segment_length, lines)
+                    example = fact_example(
+                        rng, runner.encode, names, fact, cell["distance"], segment_length, lines
+                    )
                 except DoesNotFit as error:
                     skipped[fact] += 1
                     reasons.append(error)
@@ -200,10 +241,11 @@ def run_facts(runner: Runner, distances: Sequence[int], segment_length: int, tex
 
 
 def constant_guesses(seed: int) -> dict[str, dict]:
-    """The most frequent answer to every kind of fact, and its share, among 2,000 people that no example is about.
+    """The most frequent answer to every kind of fact, and its share, among 2,000 people that no
+    example is about.
 
-    A model that recalls nothing can know this by heart. Among the examples themselves, often only a few of a kind, the most
-    frequent answer would have a larger share by chance.
+    A model that recalls nothing can know this by heart. Among the examples themselves, often only a
+    few of a kind, the most frequent answer would have a larger share by chance.
     """
     names, rng = portuguese_names(), random.Random(f"guesses/{seed}")
     names.seed_instance(rng.getrandbits(64))
@@ -216,12 +258,14 @@ def constant_guesses(seed: int) -> dict[str, dict]:
 
 
 def _ask(runner: Runner, examples: Iterable[Example]) -> list[Answer]:
-    """The answers to examples, batch by batch; a UserError where one is longer than the model reaches."""
+    """The answers to examples, batch by batch; a UserError where one is longer than the model
+    reaches."""
     from tqdm import tqdm
 
     answers, options = [], runner.options
     examples = iter(tqdm(examples, total=options.samples, unit="example", leave=False))
-    progress = functools.partial(tqdm, desc="reading", unit="chunk", leave=False, delay=1)  # of long texts
+    # of long texts
+    progress = functools.partial(tqdm, desc="reading", unit="chunk", leave=False, delay=1)
     while batch := list(itertools.islice(examples, options.batch_size)):
         check_length(runner.model.config, max(len(example.tokens) for example in batch))
         answers += (runner.score or score_answers)(runner.model, batch, options.chunk, progress)
@@ -229,17 +273,23 @@ def _ask(runner: Runner, examples: Iterable[Example]) -> list[Answer]:
 
 
 def run_cells(runner: Runner, cells: list[dict], run_cell: Callable[[dict], dict]) -> list[dict]:
-    """Runs the cells that the runner's file does not hold yet, and puts each there as soon as it is finished.
+    """Runs the cells that the runner's file does not hold yet, and puts each there as soon as it is
+    finished.
 
-    A cell that the model or the examples cannot do gets the reason as its `not_possible`; when that is every cell, the
-    first reason is raised as a UserError.
+    A cell that the model or the examples cannot do gets the reason as its `not_possible`; when that
+    is every cell, the first reason is raised as a UserError.
     """
     from tqdm import tqdm
 
     kept = {"identity": runner.identity, "cells": []}
     if runner.file.is_file():
-        found = read_json(runner.file, {"identity": dict, "cells": list}, "delete it: its finished cells are measured again")
-        same = found["identity"] == json.loads(json.dumps(runner.identity))  # both as they come back from a file
+        found = read_json(
+            runner.file,
+            {"identity": dict, "cells": list},
+            "delete it: its finished cells are measured again",
+        )
+        # both as they come back from a file
+        same = found["identity"] == json.loads(json.dumps(runner.identity))
         kept = found if same else kept
     done = kept["cells"]
     for cell in tqdm(cells[len(done) :], initial=len(done), total=len(cells), unit="cell"):
@@ -254,18 +304,28 @@ def run_cells(runner: Runner, cells: list[dict], run_cell: Callable[[dict], dict
     return done
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- tables
+# --------------------------------------------------------------------------------------------------
 
 
 def passkey_table(cells: Sequence[dict]) -> str:
-    """Accuracy with its 95 % interval by length (rows) and depth (columns), and the questions of a cell."""
+    """Accuracy with its 95 % interval by length (rows) and depth (columns), and the questions of a
+    cell."""
     depths = list(dict.fromkeys(cell["depth"] for cell in cells))
     rows = []
     for length in dict.fromkeys(cell["length"] for cell in cells):
         own = {cell["depth"]: cell for cell in cells if cell["length"] == length}
         asked = max(cell.get("samples", 0) for cell in own.values())
-        rows.append([f"{length:,}", *(f"{_percent(own[depth])}{_interval(own[depth])}" for depth in depths), f"{asked:,}"])
-    return markdown_table(["tokens", *(f"depth {depth:g}" for depth in depths), "questions"], rows, left=0)
+        rows.append(
+            [
+                f"{length:,}",
+                *(f"{_percent(own[depth])}{_interval(own[depth])}" for depth in depths),
+                f"{asked:,}",
+            ]
+        )
+    return markdown_table(
+        ["tokens", *(f"depth {depth:g}" for depth in depths), "questions"], rows, left=0
+    )
 
 
 def facts_table(cells: Sequence[dict]) -> str:
@@ -275,9 +335,21 @@ def facts_table(cells: Sequence[dict]) -> str:
         row = [str(cell["distance"]), _percent(cell)]
         if "accuracy" in cell:
             interval = f"{100 * cell['low']:.1f}–{100 * cell['high']:.1f} %"
-            row += [interval, f"{cell['cross_entropy']:.4f}", f"{100 * cell['chance']:.1f} %", f"{cell['samples']:,}"]
+            row += [
+                interval,
+                f"{cell['cross_entropy']:.4f}",
+                f"{100 * cell['chance']:.1f} %",
+                f"{cell['samples']:,}",
+            ]
         rows.append(row + [""] * (6 - len(row)))
-    header = ["segments between", "right", "95 % interval", "nats per token", "most frequent answer", "questions"]
+    header = [
+        "segments between",
+        "right",
+        "95 % interval",
+        "nats per token",
+        "most frequent answer",
+        "questions",
+    ]
     return markdown_table(header, rows, left=0)
 
 

@@ -1,1 +1,2 @@
-"""Many runs together: what a study trains, its processes, what it measures on the finished runs, and its report."""
+"""Many runs together: what a study trains, its processes, what it measures on the finished runs,
+and its report."""

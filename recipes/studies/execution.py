@@ -1,4 +1,5 @@
-"""A study's commands: data that it prepares, runs that it trains, evaluations of them. What is finished is passed over."""
+"""A study's commands: data that it prepares, runs that it trains, evaluations of them. What is
+finished is passed over."""
 
 import runpy
 import shlex
@@ -24,17 +25,34 @@ def evaluation_file(run: Run, name: str) -> Path:
 
 
 class Tasks:
-    """The tasks of a study. Building them parses every option with the recipes' own parsers, before anything runs.
+    """The tasks of a study. Building them parses every option with the recipes' own parsers, before
+    anything runs.
 
     Args:
-        study, runs: of [`plan.read_study`] and [`plan.runs_of`]; runs that exist already have no commands.
-        data: the folder of each prepared data; source: the corpus that they are made of, None where they are there.
+        study, runs: of [`plan.read_study`] and [`plan.runs_of`]; runs that exist already have no
+            commands.
+        data: the folder of each prepared data; source: the corpus that they are made of, None where
+            they are there.
         out: the study's folder; jobs: processes at the same time; threads: of each.
     """
 
-    def __init__(self, study: dict, runs: list[Run], data: dict[str, Path], out: Path, *,
-                 source: str | None, jobs: int, threads: int):  # fmt: skip
-        self.runs, self.data, self.out, self._how = runs, data, out, {"jobs": jobs, "threads": threads}
+    def __init__(
+        self,
+        study: dict,
+        runs: list[Run],
+        data: dict[str, Path],
+        out: Path,
+        *,
+        source: str | None,
+        jobs: int,
+        threads: int,
+    ):
+        self.runs, self.data, self.out, self._how = (
+            runs,
+            data,
+            out,
+            {"jobs": jobs, "threads": threads},
+        )
         self._prepare, self._train, self._evaluate = {}, {}, []
         for name, settings in (data_settings(study, runs) if source else {}).items():
             places = {"source": source, "out": data[name]}
@@ -50,9 +68,13 @@ class Tasks:
 
     def _task(self, name: str, recipe: str, options: dict, places: dict) -> Task:
         if taken := [option for option in places if option in options]:
-            raise UserError(f"{taken[0]!r} cannot be an option of {recipe}.py in a study: study.py sets it")
+            raise UserError(
+                f"{taken[0]!r} cannot be an option of {recipe}.py in a study: study.py sets it"
+            )
         module, words = runpy.run_path(str(RECIPES / f"{recipe}.py")), words_of(options | places)
-        parsed = parse_options(*(module[part] for part in PARTS[recipe]), description=module["__doc__"], argv=words)
+        parsed = parse_options(
+            *(module[part] for part in PARTS[recipe]), description=module["__doc__"], argv=words
+        )
         if recipe == "prepare":
             module["check_options"](*parsed)
         return Task(name, [sys.executable, str(RECIPES / f"{recipe}.py"), *words], self.log(name))
@@ -63,22 +85,35 @@ class Tasks:
     @property
     def commands(self) -> list[str]:
         """All commands as lines to type, with paths below the current folder from there."""
-        tasks = [*self._prepare.values(), *self._train.values(), *(task for *_, task in self._evaluate)]
-        lines = [shlex.join(Path(word).name if word == sys.executable else word for word in task.command) for task in tasks]
+        tasks = [
+            *self._prepare.values(),
+            *self._train.values(),
+            *(task for *_, task in self._evaluate),
+        ]
+        lines = [
+            shlex.join(Path(word).name if word == sys.executable else word for word in task.command)
+            for task in tasks
+        ]
         return [line.replace(f"{Path.cwd()}/", "") for line in lines]
 
     @property
     def outcomes(self) -> list[dict]:
         """Name, variant, options, status and reason of every run that this study was to train."""
         return [
-            {"name": run.name, "variant": run.variant, "options": run.options, "status": task.status, "reason": task.reason}
+            {
+                "name": run.name,
+                "variant": run.variant,
+                "options": run.options,
+                "status": task.status,
+                "reason": task.reason,
+            }
             for run in self.runs
             if (task := self._train.get(run.name))
         ]
 
     def prepare(self) -> None:
-        """Makes the data. UserError if the study's own cannot be made; a variant whose data cannot be made is not
-        possible."""
+        """Makes the data. UserError if the study's own cannot be made; a variant whose data cannot
+        be made is not possible."""
         run_tasks(list(self._prepare.values()), "preparing", **self._how)
         for name, task in self._prepare.items():
             if task.status != FINISHED and name == BASE:
@@ -90,21 +125,35 @@ class Tasks:
         read_manifest(self.data[BASE])
 
     def train(self) -> list[Run]:
-        """Trains, and returns the finished runs. train.py ends at once where a run is finished, and refuses a folder that
-        holds a run with other options or other data."""
-        run_tasks([task for task in self._train.values() if not task.status], "training", **self._how)
-        finished = [run for run in self.runs if run.options is None or self._train[run.name].status == FINISHED]
+        """Trains, and returns the finished runs. train.py ends at once where a run is finished, and
+        refuses a folder that holds a run with other options or other data."""
+        run_tasks(
+            [task for task in self._train.values() if not task.status], "training", **self._how
+        )
+        finished = [
+            run
+            for run in self.runs
+            if run.options is None or self._train[run.name].status == FINISHED
+        ]
         if not finished:
-            reasons = [f"  {found['name']}: {found['status']}: {found['reason']}" for found in self.outcomes]
+            reasons = [
+                f"  {found['name']}: {found['status']}: {found['reason']}"
+                for found in self.outcomes
+            ]
             raise UserError("no run was finished:\n" + "\n".join(reasons))
         return finished
 
     def evaluate(self, runs: list[Run]) -> list[str]:
-        """Evaluates these runs, unless that was done with the same options. Returns what was not possible, and why."""
+        """Evaluates these runs, unless that was done with the same options. Returns what was not
+        possible, and why."""
         left = []
         for run, settings, file, task in self._evaluate:
             remedy = f"delete it: {run.folder} is evaluated again"
-            done = read_json(file, {"options": dict}, remedy)["options"].items() if file.is_file() else ()
+            done = (
+                read_json(file, {"options": dict}, remedy)["options"].items()
+                if file.is_file()
+                else ()
+            )
             if run in runs and not (done and settings.items() <= done):
                 left.append(task)
         run_tasks(left, "evaluating", **self._how)

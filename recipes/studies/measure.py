@@ -1,4 +1,5 @@
-"""What a study measures on a finished run: the losses of each validation row and document, and the bytes of the cache."""
+"""What a study measures on a finished run: the losses of each validation row and document, and the
+bytes of the cache."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,8 @@ def measure_runs(
         data: the prepared folders by name; evaluations: names of files in the runs' folders.
 
     Raises:
-        UserError: a run is not finished, or was trained on other data than its data folder or the other runs.
+        UserError: a run is not finished, or was trained on other data than its data folder or the
+            other runs.
     """
     import torch
     from tqdm import tqdm
@@ -48,9 +50,14 @@ def measure_runs(
     for run in runs:
         if results[run.name]["data_fingerprint"] != fingerprints[run.data]:
             raise UserError(
-                f"{run.folder} was trained on different data than {data[run.data]} holds; compare runs on the same"
+                f"{run.folder} was trained on different data than {data[run.data]} holds; compare "
+                "runs on the same"
             )
-    documents = unseen_documents(data[BASE], [data[name] for name in names if name != BASE]) if len(names) > 1 else []
+    documents = (
+        unseen_documents(data[BASE], [data[name] for name in names if name != BASE])
+        if len(names) > 1
+        else []
+    )
     (out / "measured").mkdir(exist_ok=True)
     found = []
     for run in tqdm(runs, desc="measuring", unit="run"):
@@ -58,26 +65,38 @@ def measure_runs(
         measured = measure_run(run.folder, results[run.name], data[run.data], documents, file)
         files = {name: evaluation_file(run, name) for name in evaluations}
         remedy = f"delete it, and evaluate {run.folder} again"
-        read = {name: read_json(file, EVALUATION, remedy) for name, file in files.items() if file.is_file()}
+        read = {
+            name: read_json(file, EVALUATION, remedy)
+            for name, file in files.items()
+            if file.is_file()
+        }
         remedy = f"delete {run.folder / RESULT}, and the run's command makes both again"
         lines = read_jsonl(run.folder / METRICS, {"step": int, "tokens": int}, remedy)
-        found.append(FinishedRun(run.name, run.variant, run.folder, results[run.name], lines, measured, read))
+        found.append(
+            FinishedRun(run.name, run.variant, run.folder, results[run.name], lines, measured, read)
+        )
     return found
 
 
 def measure_run(run: Path, result: dict, data: Path, documents: list[dict], file: Path) -> dict:
-    """The content of `file` if it was measured on this very run and text, otherwise what is measured now, kept there.
+    """The content of `file` if it was measured on this very run and text, otherwise what is
+    measured now, kept there.
 
     Args:
         run: out folder of a finished run of train.py; result: its result.json.
         data: the prepared folder that it was trained on.
-        documents: what is also read document by document, for the losses per character; none where nothing needs them.
+        documents: what is also read document by document, for the losses per character; none where
+            nothing needs them.
 
     Returns:
-        `rows` (`[loss sum, tokens]` of each validation row), `documents` (id → `[loss sum, characters]`) and
-        `cache_bytes` (by tokens read; None beyond the model's positions).
+        `rows` (`[loss sum, tokens]` of each validation row), `documents` (id → `[loss sum,
+        characters]`) and `cache_bytes` (by tokens read; None beyond the model's positions).
     """
-    identity = {"trained": result["date"], "data": result["data_fingerprint"], "documents": [d["id"] for d in documents]}
+    identity = {
+        "trained": result["date"],
+        "data": result["data_fingerprint"],
+        "documents": [d["id"] for d in documents],
+    }
     if file.is_file():
         content = read_json(file, {"identity": dict}, "delete it: the run is measured again")
         if content["identity"] == identity:
@@ -85,21 +104,33 @@ def measure_run(run: Path, result: dict, data: Path, documents: list[dict], file
     model, tokenizer = load_model(str(run), "cpu" if result["options"]["use_cpu"] else "auto")
     end_of_text = tokenizer.eos_token_id if result["options"]["separate_documents"] else None
     reader = RowReader(tokenizer.all_special_ids, end_of_text)
-    tokens, labels = (np.stack(column) for column in zip(*prepared_rows(data, "validation"), strict=True))
+    tokens, labels = (
+        np.stack(column) for column in zip(*prepared_rows(data, "validation"), strict=True)
+    )
     losses, counted = token_losses(model, reader, tokens, labels)
     context = tokens.shape[1]
     content = {
         "identity": identity,
-        "rows": [[float(loss), int(n)] for loss, n in zip(losses.sum(1), counted.sum(1), strict=True)],
-        "documents": document_losses(model, tokenizer, reader, documents, context) if documents else {},
-        "cache_bytes": {str(length): state_bytes(model, length, context) for length in (context, CONTEXTS * context)},
+        "rows": [
+            [float(loss), int(n)] for loss, n in zip(losses.sum(1), counted.sum(1), strict=True)
+        ],
+        "documents": document_losses(model, tokenizer, reader, documents, context)
+        if documents
+        else {},
+        "cache_bytes": {
+            str(length): state_bytes(model, length, context)
+            for length in (context, CONTEXTS * context)
+        },
     }
     write_json(file, content)
     return content
 
 
-def token_losses(model, reader: RowReader, tokens: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The loss of every token of rows `[rows, tokens]`, in nats, and whether it counts: `[rows, tokens]` each.
+def token_losses(
+    model, reader: RowReader, tokens: np.ndarray, labels: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The loss of every token of rows `[rows, tokens]`, in nats, and whether it counts: `[rows,
+    tokens]` each.
 
     Special tokens never count, nor does the first token of a row, which nothing predicts.
     """
@@ -109,7 +140,10 @@ def token_losses(model, reader: RowReader, tokens: np.ndarray, labels: np.ndarra
     losses, counted = np.zeros(tokens.shape), np.zeros(tokens.shape, dtype=bool)
     for start in tqdm(range(0, len(tokens), BATCH_ROWS), desc="losses", unit="batch", leave=False):
         rows = slice(start, start + BATCH_ROWS)
-        columns = {"input_ids": torch.as_tensor(tokens[rows]), "labels": torch.as_tensor(labels[rows]).long()}
+        columns = {
+            "input_ids": torch.as_tensor(tokens[rows]),
+            "labels": torch.as_tensor(labels[rows]).long(),
+        }
         for first, values, targets in stream_losses(model, **reader(columns)):
             places = slice(first, first + values.shape[1])
             losses[rows, places] = values.double().cpu().numpy()
@@ -117,28 +151,39 @@ def token_losses(model, reader: RowReader, tokens: np.ndarray, labels: np.ndarra
     return losses * counted, counted
 
 
-def document_losses(model, tokenizer, reader: RowReader, documents: list[dict], context: int) -> dict[str, list]:
-    """`[loss sum, characters]` of each document, read one after the other in rows of `context` tokens.
+def document_losses(
+    model, tokenizer, reader: RowReader, documents: list[dict], context: int
+) -> dict[str, list]:
+    """`[loss sum, characters]` of each document, read one after the other in rows of `context`
+    tokens.
 
-    The characters are those of the predicted tokens; a document of which nothing is predicted is left out.
+    The characters are those of the predicted tokens; a document of which nothing is predicted is
+    left out.
     """
     tokens, characters = encode_documents(tokenizer, [document["text"] for document in documents])
     owners = [np.full(len(piece), number) for number, piece in enumerate(tokens)]
-    tokens, characters, owners = (_rows_of(pieces, context) for pieces in (tokens, characters, owners))
+    tokens, characters, owners = (
+        _rows_of(pieces, context) for pieces in (tokens, characters, owners)
+    )
     losses, counted = token_losses(model, reader, tokens, tokens)
-    sums = [np.bincount(owners.ravel(), values.ravel()) for values in (losses, characters * counted)]
+    sums = [
+        np.bincount(owners.ravel(), values.ravel()) for values in (losses, characters * counted)
+    ]
     found = zip((documents[number]["id"] for number in range(len(sums[0]))), *sums, strict=True)
     return {name: [float(loss), int(count)] for name, loss, count in found if count > 0}
 
 
 def encode_documents(tokenizer, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The tokens of each text as recipes/prepare.py makes them, followed by the end-of-text token, and the number of
-    characters that each token adds; a letter of several tokens counts with the first."""
+    """The tokens of each text as recipes/prepare.py makes them, followed by the end-of-text token,
+    and the number of characters that each token adds; a letter of several tokens counts with the
+    first."""
     plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     encoded = tokenizer(texts, **plain, return_offsets_mapping=True)
     tokens, characters = [], []
     for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        covered = np.maximum.accumulate(np.asarray([0, *(end for _, end in offsets)], dtype=np.int64))
+        covered = np.maximum.accumulate(
+            np.asarray([0, *(end for _, end in offsets)], dtype=np.int64)
+        )
         tokens.append(np.asarray([*ids, tokenizer.eos_token_id], dtype=np.int64))
         characters.append(np.append(np.diff(covered), 0))
     return tokens, characters
@@ -151,7 +196,8 @@ def _rows_of(pieces: list[np.ndarray], context: int) -> np.ndarray:
 
 
 def state_bytes(model, length: int, chunk: int) -> int | None:
-    """Bytes of one row's cache after `length` tokens, measured; None beyond the model's positions."""
+    """Bytes of one row's cache after `length` tokens, measured; None beyond the model's
+    positions."""
     import torch
 
     limit = context_limit(model.config)
@@ -162,9 +208,14 @@ def state_bytes(model, length: int, chunk: int) -> int | None:
 
 
 def unseen_documents(data: Path, others: Sequence[Path]) -> list[dict]:
-    """The validation documents of a prepared folder that none of the other folders has for training or its tokenizer."""
+    """The validation documents of a prepared folder that none of the other folders has for training
+    or its tokenizer."""
     seen = set().union(*map(trained_on, others))
-    return [document for document in held_out_documents(data / "validation_documents.jsonl") if document["id"] not in seen]
+    return [
+        document
+        for document in held_out_documents(data / "validation_documents.jsonl")
+        if document["id"] not in seen
+    ]
 
 
 def held_out_documents(file: Path) -> list[dict]:
@@ -174,5 +225,9 @@ def held_out_documents(file: Path) -> list[dict]:
 
 def trained_on(data: Path) -> set[str]:
     """The ids of the documents that a prepared folder holds out for nothing."""
-    held_out = {document["id"] for file in data.glob("*_documents.jsonl") for document in held_out_documents(file)}
+    held_out = {
+        document["id"]
+        for file in data.glob("*_documents.jsonl")
+        for document in held_out_documents(file)
+    }
     return set(read_documents(data / ".stages" / "documents")["id"]) - held_out

@@ -1,4 +1,5 @@
-"""What a study trains: its YAML files as one, and the runs that come of variants, swept values and seeds."""
+"""What a study trains: its YAML files as one, and the runs that come of variants, swept values and
+seeds."""
 
 import functools
 import itertools
@@ -16,8 +17,9 @@ OWN_FOLDERS = ("data", "logs", "measured")
 
 @dataclass(frozen=True)
 class Run:
-    """One training: `variant` is the label that it shares with its other seeds, `options` are those of train.py (None of a
-    run that exists already), `data` is `base` or the variant whose own data it reads."""
+    """One training: `variant` is the label that it shares with its other seeds, `options` are those
+    of train.py (None of a run that exists already), `data` is `base` or the variant whose own data
+    it reads."""
 
     name: str
     variant: str
@@ -26,9 +28,12 @@ class Run:
     data: str = BASE
 
 
-def read_study(files: Sequence[str], train: str | None = None, settings: Sequence[str] = (), **flags) -> dict:
-    """The sections of a study: `train` (a file of train.py's options) below the files, later files above earlier ones,
-    `settings` (`train.max_steps=20`, the value in YAML) above these, and `flags` (whole sections) above all."""
+def read_study(
+    files: Sequence[str], train: str | None = None, settings: Sequence[str] = (), **flags
+) -> dict:
+    """The sections of a study: `train` (a file of train.py's options) below the files, later files
+    above earlier ones, `settings` (`train.max_steps=20`, the value in YAML) above these, and
+    `flags` (whole sections) above all."""
     layers = [{"train": read_yaml(Path(train), f"--train {train}")}] if train else []
     layers += [read_yaml(Path(file), f"--study {file}") for file in files]
     study = functools.reduce(merge, [*layers, *map(read_setting, settings), flags], {})
@@ -38,13 +43,21 @@ def read_study(files: Sequence[str], train: str | None = None, settings: Sequenc
     for name in SECTIONS:
         kind = list if name == "seeds" else dict
         if not isinstance(study.setdefault(name, kind()), kind):
-            raise UserError(f"the section {name!r} of a study is a {kind.__name__}, got {study[name]!r}")
+            raise UserError(
+                f"the section {name!r} of a study is a {kind.__name__}, got {study[name]!r}"
+            )
     for name, own in study["variants"].items():
         if not (own is None or isinstance(own, dict) and isinstance(own.get("data") or {}, dict)):
-            raise UserError(f"variant {name!r}: give options of train.py and, in 'data', of prepare.py, got {own!r}")
+            raise UserError(
+                f"variant {name!r}: give options of train.py and, in 'data', of "
+                f"prepare.py, got {own!r}"
+            )
     for name, options in study["evaluate"].items():
         if not isinstance(options, dict) or options.get("task", "perplexity") != "perplexity":
-            raise UserError(f"evaluate {name!r}: give options of evaluate_model.py's task perplexity, got {options!r}")
+            raise UserError(
+                f"evaluate {name!r}: give options of evaluate_model.py's task "
+                f"perplexity, got {options!r}"
+            )
     return study
 
 
@@ -85,13 +98,19 @@ def choose_variants(study: dict, names: Sequence[str]) -> dict:
     """The study with only these variants, in this order; the others are compared with the first."""
     unknown = [name for name in names if name not in study["variants"]]
     if unknown:
-        raise UserError(f"--variants: there is no {unknown[0]}; the study has {', '.join(study['variants']) or 'none'}")
+        raise UserError(
+            f"--variants: there is no {unknown[0]}; the study has "
+            f"{', '.join(study['variants']) or 'none'}"
+        )
     return study | {"variants": {name: study["variants"][name] for name in names}}
 
 
 def existing_runs(folders: Sequence[str]) -> list[Run]:
     """Finished runs by the names of their folders."""
-    runs = [Run(Path(folder).resolve().name, Path(folder).resolve().name, Path(folder), None) for folder in folders]
+    runs = [
+        Run(Path(folder).resolve().name, Path(folder).resolve().name, Path(folder), None)
+        for folder in folders
+    ]
     if len({run.name for run in runs}) < len(runs):
         raise UserError(f"--runs {' '.join(folders)}: give folders of different names")
     return runs
@@ -99,14 +118,18 @@ def existing_runs(folders: Sequence[str]) -> list[Run]:
 
 def shared_evaluations(runs: Sequence[Run]) -> list[str]:
     """The names of the `evaluation_NAME.json` files that all runs' folders have."""
-    found = [{file.stem.removeprefix("evaluation_") for file in run.folder.glob("evaluation_*.json")} for run in runs]
+    found = [
+        {file.stem.removeprefix("evaluation_") for file in run.folder.glob("evaluation_*.json")}
+        for run in runs
+    ]
     return sorted(set.intersection(*found))
 
 
 def runs_of(study: dict, out: Path) -> list[Run]:
     """A run for each variant, combination of the grid's values, and seed.
 
-    A seed other than the usual one is part of a run's name, so that seeds can be added to a study later.
+    A seed other than the usual one is part of a run's name, so that seeds can be added to a study
+    later.
     """
     grid, seeds = study["grid"], study["seeds"]
     if not all(isinstance(values, list) and values for values in grid.values()):
@@ -120,25 +143,43 @@ def runs_of(study: dict, out: Path) -> list[Run]:
         for combination in itertools.product(*grid.values()):
             values = dict(zip(grid, combination, strict=True))
             options = study["train"] | own | values
-            label = ",".join([variant] * bool(variant) + [f"{name}={value}" for name, value in values.items()]) or "run"
+            label = (
+                ",".join(
+                    [variant] * bool(variant)
+                    + [f"{name}={value}" for name, value in values.items()]
+                )
+                or "run"
+            )
             usual = options.get("seed") or 0
             for seed in seeds or [usual]:
-                name = re.sub(r"[^\w.,=+-]", "_", label + (f",seed={seed}" if seed != usual else ""))
+                name = re.sub(
+                    r"[^\w.,=+-]", "_", label + (f",seed={seed}" if seed != usual else "")
+                )
                 runs.append(Run(name, label, out / name, options | {"seed": seed}, data))
     names = [run.name for run in runs]
     for name in names:
         if names.count(name) > 1 or name in OWN_FOLDERS:
-            raise UserError(f"two things would share the folder {name}: no value, seed or variant may come twice")
+            raise UserError(
+                f"two things would share the folder {name}: no value, seed or variant "
+                "may come twice"
+            )
     return runs
 
 
 def data_settings(study: dict, runs: Sequence[Run]) -> dict[str, dict]:
     """The options of prepare.py by the name of the data, of those that the runs read."""
     names = dict.fromkeys([BASE, *(run.data for run in runs)])
-    return {name: merge(study["data"], {} if name == BASE else study["variants"][name]["data"]) for name in names}
+    return {
+        name: merge(study["data"], {} if name == BASE else study["variants"][name]["data"])
+        for name in names
+    }
 
 
 def words_of(options: dict) -> list[str]:
     """Options as a command line; those without a value are left out."""
-    lists = {name: value if isinstance(value, list) else [value] for name, value in options.items() if value is not None}
+    lists = {
+        name: value if isinstance(value, list) else [value]
+        for name, value in options.items()
+        if value is not None
+    }
     return [word for name, values in lists.items() for word in (f"--{name}", *map(str, values))]

@@ -1,4 +1,5 @@
-"""Commands as processes: several at a time, a log each, and none of them outlives the program that started it."""
+"""Commands as processes: several at a time, a log each, and none of them outlives the program that
+started it."""
 
 import functools
 import os
@@ -28,15 +29,16 @@ class Task:
         """The process, which the system ends together with this one where it can (Linux)."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        end = functools.partial(end_with_parent, os.getpid(), signal.SIGTERM)  # so that it ends those that it has started
+        # so that it ends those that it has started
+        end = functools.partial(end_with_parent, os.getpid(), signal.SIGTERM)
         with self.log.open("w", encoding="utf-8") as log:
             settings = {"env": environment, "stdout": log, "stderr": subprocess.STDOUT}
             return subprocess.Popen(self.command, preexec_fn=end, **settings)
 
     def finish(self, exit_status: int) -> None:
-        """Records the status of the process, and why it did not finish: the error that a recipe ended with
-        ([`cli.exit_on_error`]), or else the last line of what it printed. A model that its options cannot make is not
-        possible, whatever else goes wrong is a failure."""
+        """Records the status of the process, and why it did not finish: the error that a recipe
+        ended with ([`cli.exit_on_error`]), or else the last line of what it printed. A model that
+        its options cannot make is not possible, whatever else goes wrong is a failure."""
         self.status, self.reason = FINISHED, ""
         if exit_status != 0:
             text = self.log.read_text(encoding="utf-8", errors="replace")
@@ -50,8 +52,8 @@ class Task:
 def run_tasks(tasks: list[Task], title: str, jobs: int = 1, threads: int = 1) -> None:
     """Runs the commands in their order, `jobs` at a time, with OMP_NUM_THREADS=`threads`.
 
-    Whatever ends this function early ends the children first. On Linux they also end when this process is killed, so that no
-    other process writes when the study is started again.
+    Whatever ends this function early ends the children first. On Linux they also end when this
+    process is killed, so that no other process writes when the study is started again.
     """
     from tqdm import tqdm
 

@@ -1,4 +1,5 @@
-"""The report of a study: numbers with intervals from its finished runs, as JSON and as Markdown tables."""
+"""The report of a study: numbers with intervals from its finished runs, as JSON and as Markdown
+tables."""
 
 import math
 import statistics
@@ -18,8 +19,8 @@ SEED = 0  # of the resampling
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run: its out folder, the content of its result.json and metrics.jsonl, what [`measure.measure_run`] found,
-    and by name the results of evaluate_model.py."""
+    """A finished run: its out folder, the content of its result.json and metrics.jsonl, what
+    [`measure.measure_run`] found, and by name the results of evaluate_model.py."""
 
     name: str
     variant: str
@@ -35,13 +36,17 @@ class FinishedRun:
 
 
 def collect(runs: list[FinishedRun]) -> list[dict]:
-    """The numbers of each variant, in the order of the runs; those on the same data are compared with the first."""
+    """The numbers of each variant, in the order of the runs; those on the same data are compared
+    with the first."""
     variants: dict[str, list[FinishedRun]] = {}
     for run in runs:
         variants.setdefault(run.variant, []).append(run)
     differing = differing_options([members[0] for members in variants.values()])
     first = next(iter(variants.values()))
-    return [{"name": name, "options": differing[name], **_numbers(members, first)} for name, members in variants.items()]
+    return [
+        {"name": name, "options": differing[name], **_numbers(members, first)}
+        for name, members in variants.items()
+    ]
 
 
 def differing_options(runs: list[FinishedRun]) -> dict[str, dict]:
@@ -49,18 +54,25 @@ def differing_options(runs: list[FinishedRun]) -> dict[str, dict]:
     names = dict.fromkeys(name for run in runs for name in run.result["options"] if name != "data")
     values = {name: [run.result["options"].get(name) for run in runs] for name in names}
     different = [name for name in names if any(value != values[name][0] for value in values[name])]
-    return {run.variant: {n: v for n in different if (v := run.result["options"].get(n)) is not None} for run in runs}
+    return {
+        run.variant: {n: v for n in different if (v := run.result["options"].get(n)) is not None}
+        for run in runs
+    }
 
 
 def _numbers(runs: list[FinishedRun], first: list[FinishedRun]) -> dict:
     """Of the runs of a variant, one for each seed."""
     if len({run.data for run in runs}) > 1:
-        raise UserError(f"the seeds of {runs[0].variant} were trained on different data: use another --out")
+        raise UserError(
+            f"the seeds of {runs[0].variant} were trained on different data: use another --out"
+        )
     losses, counts = _mean_rows(runs)
     entropy = mean_interval(losses, counts, seed=SEED)
     by_seed = {run.name: sum(r[0] for r in run.measured["rows"]) / counts.sum() for run in runs}
     same_rows = runs is not first and runs[0].data == first[0].data
-    difference = difference_interval(losses, counts, *_mean_rows(first), seed=SEED) if same_rows else None
+    difference = (
+        difference_interval(losses, counts, *_mean_rows(first), seed=SEED) if same_rows else None
+    )
     results = [run.result for run in runs]
     return {
         "data": runs[0].data,
@@ -84,27 +96,33 @@ def _numbers(runs: list[FinishedRun], first: list[FinishedRun]) -> dict:
 
 
 def _mean_rows(runs: list[FinishedRun]) -> tuple[np.ndarray, np.ndarray]:
-    """Loss sums and tokens of each validation row, the mean over the seeds; rows without any token are left out."""
+    """Loss sums and tokens of each validation row, the mean over the seeds; rows without any token
+    are left out."""
     rows = np.mean([run.measured["rows"] for run in runs], axis=0)
     return tuple(rows[rows[:, 1] > 0].T)
 
 
 def _bits_per_character(runs: list[FinishedRun], first: list[FinishedRun]) -> dict | None:
-    """Over the documents that all runs have read, with the difference to the first variant, paired by document."""
+    """Over the documents that all runs have read, with the difference to the first variant, paired
+    by document."""
     names = sorted(set.intersection(*(set(run.measured["documents"]) for run in (*runs, *first))))
     if not names:
         return None
     own, other = (
-        np.mean([[run.measured["documents"][name] for name in names] for run in group], axis=0).T for group in (runs, first)
+        np.mean([[run.measured["documents"][name] for name in names] for run in group], axis=0).T
+        for group in (runs, first)
     )
     found = {"value": mean_interval(*own, seed=SEED)}
     if runs is not first:
         found["difference"] = difference_interval(*own, *other, seed=SEED)
-    bits = {name: asdict(nats.map(lambda value: value / math.log(2))) for name, nats in found.items()}
+    bits = {
+        name: asdict(nats.map(lambda value: value / math.log(2))) for name, nats in found.items()
+    }
     return {"difference": None, "documents": len(names), "characters": int(own[1].sum())} | bits
 
 
-# --- Markdown ---------------------------------------------------------------------------------------------------------
+# --- Markdown
+# --------------------------------------------------------------------------------------------------
 
 
 def write_report(content: dict) -> str:
@@ -127,21 +145,40 @@ def write_report(content: dict) -> str:
 def groups_of(variants: list[dict]) -> list[list[dict]]:
     """The variants by their data, the first one's first, each group ranked by cross-entropy."""
     names = dict.fromkeys(variant["data"] for variant in variants)
-    return [sorted((v for v in variants if v["data"] == name), key=lambda v: v["cross_entropy"]["value"]) for name in names]
+    return [
+        sorted(
+            (v for v in variants if v["data"] == name), key=lambda v: v["cross_entropy"]["value"]
+        )
+        for name in names
+    ]
 
 
 def losses_table(variants: list[dict], group: list[dict]) -> str:
     """The losses of a group of all variants, which are on the same data."""
     seeded = any(variant["deviation"] is not None for variant in variants)
-    header = ["variant", "differs in", "perplexity (95 %)", "cross-entropy (95 %)", f"minus {variants[0]['name']}'s (95 %)"]
+    header = [
+        "variant",
+        "differs in",
+        "perplexity (95 %)",
+        "cross-entropy (95 %)",
+        f"minus {variants[0]['name']}'s (95 %)",
+    ]
     rows = []
     for variant in group:
         options = ", ".join(f"{name} {value}" for name, value in variant["options"].items())
-        rows.append([_bold_if(variant is group[0], variant["name"]), options, shown(variant["perplexity"], 2)])
+        rows.append(
+            [
+                _bold_if(variant is group[0], variant["name"]),
+                options,
+                shown(variant["perplexity"], 2),
+            ]
+        )
         rows[-1] += [shown(variant["cross_entropy"]), shown(variant["difference"], sign="+")]
         if seeded:
             spread = variant["deviation"]
-            rows[-1].append(MISSING if spread is None else f"± {spread:.4f} ({len(variant['by_seed'])})")
+            rows[-1].append(
+                MISSING if spread is None else f"± {spread:.4f} ({len(variant['by_seed'])})"
+            )
     return markdown_table(header + ["over seeds"] * seeded, rows, left=2)
 
 

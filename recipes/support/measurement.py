@@ -25,26 +25,31 @@ def supports_bfloat16(on_cpu: bool) -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Lets the C library keep the pages of freed tensors, for work on the CPU; does nothing where it is not glibc.
+    """Lets the C library keep the pages of freed tensors, for work on the CPU; does nothing where
+    it is not glibc.
 
-    By default it returns large blocks to the system at once and asks for them again at the next operation, and the kernel
-    zeroes every page again: more than half of a training step at 4 rows of 1,024 tokens and a vocabulary of 8,000.
+    By default it returns large blocks to the system at once and asks for them again at the next
+    operation, and the kernel zeroes every page again: more than half of a training step at 4 rows
+    of 1,024 tokens and a vocabulary of 8,000.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
-        libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never: work that frees more than any limit would meet it every time
+        # never: work that frees more than any limit would meet it every time
+        libc.mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def cache_bytes(cache) -> int:
-    """Bytes of the keys, values and memories that a cache holds after the tokens read so far, bounded or dynamic."""
+    """Bytes of the keys, values and memories that a cache holds after the tokens read so far,
+    bounded or dynamic."""
     if hasattr(cache, "nbytes"):
         return cache.nbytes()
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def peak_memory() -> dict[str, float]:
-    """Peak memory of this process in MiB: resident memory, and the GPU's allocated memory where there is one."""
+    """Peak memory of this process in MiB: resident memory, and the GPU's allocated memory where
+    there is one."""
     peak = {"peak_rss_mib": round(peak_memory_bytes() / 2**20, 1)}
     if torch.cuda.is_available():
         peak["peak_cuda_mib"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
@@ -61,7 +66,11 @@ def environment() -> dict:
         name = platform.processor() or platform.machine()
         cpu_info = Path("/proc/cpuinfo")
         if cpu_info.is_file():
-            models = [line.split(":")[1].strip() for line in cpu_info.read_text().splitlines() if "model name" in line]
+            models = [
+                line.split(":")[1].strip()
+                for line in cpu_info.read_text().splitlines()
+                if "model name" in line
+            ]
             name = models[0] if models else name
         hardware = f"{os.cpu_count()} CPU cores, {name}"
     return {

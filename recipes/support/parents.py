@@ -10,12 +10,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Has the system send this process a signal when its parent ends, however that happens (Linux; elsewhere nothing).
+    """Has the system send this process a signal when its parent ends, however that happens (Linux;
+    elsewhere nothing).
 
     Args:
-        parent: the process that has started this one. Where that is gone already, this one ends at once.
-        number: the signal. A rank of a distributed run may be waiting for the others, inside a call where Python handles no
-            signal: only SIGKILL ends it then.
+        parent: the process that has started this one. Where that is gone already, this one ends at
+            once.
+        number: the signal. A rank of a distributed run may be waiting for the others, inside a call
+            where Python handles no signal: only SIGKILL ends it then.
     """
     if _LIBC is None:
         return

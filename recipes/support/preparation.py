@@ -1,4 +1,5 @@
-"""Stages of a long preparation: reused when nothing they depend on changed, and never half written."""
+"""Stages of a long preparation: reused when nothing they depend on changed, and never half
+written."""
 
 import hashlib
 import json
@@ -17,8 +18,8 @@ _STAGE_FILE = "stage.json"
 def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dict:
     """Makes `folder` unless it was made with the same options before, and returns its record.
 
-    `build(partial)` writes into a new folder beside it and returns a JSON-safe result; the folder gets its name only
-    when all is written, so a killed run leaves nothing that looks finished.
+    `build(partial)` writes into a new folder beside it and returns a JSON-safe result; the folder
+    gets its name only when all is written, so a killed run leaves nothing that looks finished.
 
     Args:
         folder: what it makes.
@@ -26,7 +27,8 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dic
         build: makes the content.
 
     Returns:
-        `{"key", "options", "result", "seconds", "reused"}`; `key` is a hash of the options, for stages that depend on it.
+        `{"key", "options", "result", "seconds", "reused"}`; `key` is a hash of the options, for
+        stages that depend on it.
 
     Raises:
         UserError: `folder` exists and was not made by a stage (it stays as it is).
@@ -40,14 +42,18 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dic
     with new_folder(folder) as partial:
         record = {"key": key, "options": options, "result": build(partial)}
         record["seconds"] = round(time.perf_counter() - start, 2)
-        (partial / _STAGE_FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
+        (partial / _STAGE_FILE).write_text(
+            json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8"
+        )
         if folder.exists():
-            (folder.parent / "manifest.json").unlink(missing_ok=True)  # the folder around it is not what it says any more
+            # the folder around it is not what it says any more
+            (folder.parent / "manifest.json").unlink(missing_ok=True)
     return {**record, "reused": False}
 
 
 def _read_stage(folder: Path) -> dict | None:
-    """The record of a stage's folder, None where there is no folder; a UserError where no stage made it."""
+    """The record of a stage's folder, None where there is no folder; a UserError where no stage
+    made it."""
     if not folder.exists():
         return None
     try:
@@ -55,12 +61,14 @@ def _read_stage(folder: Path) -> dict | None:
         return {**record, "key": record["key"]}
     except (OSError, ValueError, TypeError, KeyError):
         raise UserError(
-            f"{folder} exists and was not written by this program, or its {_STAGE_FILE} is damaged; move it away or choose "
-            "another --out"
+            f"{folder} exists and was not written by this program, or its {_STAGE_FILE} is "
+            "damaged; move it away or choose another --out"
         ) from None
 
 
-def write_manifest(path: Path, *, options: dict, source: dict, record: dict, splits: Sequence[str], start: float) -> dict:
+def write_manifest(
+    path: Path, *, options: dict, source: dict, record: dict, splits: Sequence[str], start: float
+) -> dict:
     """Writes `manifest.json` in one step and returns it.
 
     Args:
@@ -77,7 +85,10 @@ def write_manifest(path: Path, *, options: dict, source: dict, record: dict, spl
         "source": source,
         "tokenizer": record["tokenizer"]["result"],
         "splits": {name: record[name]["result"] for name in splits},
-        "stages": {name: {key: stage[key] for key in ("key", "seconds", "reused")} for name, stage in record.items()},
+        "stages": {
+            name: {key: stage[key] for key in ("key", "seconds", "reused")}
+            for name, stage in record.items()
+        },
         "wall_seconds": round(time.perf_counter() - start, 2),
         "peak_memory_bytes": peak_memory_bytes(),
     }

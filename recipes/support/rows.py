@@ -7,12 +7,14 @@ from torch import Tensor
 
 
 class RowReader:
-    """Makes the inputs of a model from rows of one length; training and evaluations read theirs through one of these.
+    """Makes the inputs of a model from rows of one length; training and evaluations read theirs
+    through one of these.
 
     Args:
         ignored: ids of the tokens that are not to be predicted.
-        end_of_text: id of the token that ends a document, where a row's documents are to be kept apart: positions restart
-            after it, and neither attention nor memory crosses that border. `None`: a row is read as one text.
+        end_of_text: id of the token that ends a document, where a row's documents are to be kept
+            apart: positions restart after it, and neither attention nor memory crosses that border.
+            `None`: a row is read as one text.
     """
 
     def __init__(self, ignored: Collection[int], end_of_text: int | None = None):
@@ -22,15 +24,19 @@ class RowReader:
     def __call__(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """
         Args:
-            columns: `input_ids` `[batch, tokens]`, and `labels` beside it where not every token is to be predicted (−100).
+            columns: `input_ids` `[batch, tokens]`, and `labels` beside it where not every token is
+                to be predicted (−100).
 
         Returns:
-            `input_ids`, `labels` (−100: not predicted; the model shifts them itself) and, where documents are kept apart,
-            `position_ids`, `[batch, tokens]` each.
+            `input_ids`, `labels` (−100: not predicted; the model shifts them itself) and, where
+            documents are kept apart, `position_ids`, `[batch, tokens]` each.
         """
         ids = torch.as_tensor(columns["input_ids"]).long()
         labels = torch.as_tensor(columns["labels"]).long() if "labels" in columns else ids
-        batch = {"input_ids": ids, "labels": labels.masked_fill(torch.isin(ids, self.ignored), -100)}
+        batch = {
+            "input_ids": ids,
+            "labels": labels.masked_fill(torch.isin(ids, self.ignored), -100),
+        }
         if self.end_of_text is not None:
             batch["position_ids"] = document_positions(ids, self.end_of_text)
         return batch
@@ -41,7 +47,8 @@ class RowReader:
 
 
 def document_positions(input_ids: Tensor, end_of_text: int) -> Tensor:
-    """`[batch, tokens]`: the number of each token within its document, which ends with its end-of-text token.
+    """`[batch, tokens]`: the number of each token within its document, which ends with its
+    end-of-text token.
 
     A row's first token counts as the first of its document.
     """

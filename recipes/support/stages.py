@@ -1,4 +1,5 @@
-"""Files and folders that are never half written, have one writer at a time, and are checked when they are read."""
+"""Files and folders that are never half written, have one writer at a time, and are checked when
+they are read."""
 
 import contextlib
 import json
@@ -22,11 +23,13 @@ LEFTOVER = f"*.{'[0-9a-f]' * 32}.part"  # what a killed process was writing, see
 
 @contextlib.contextmanager
 def locked_folder(path: Path, owner: str | None = None) -> Iterator[Path]:
-    """Makes the folder, holds a lock in it that dies with the process, and clears away what a killed run left.
+    """Makes the folder, holds a lock in it that dies with the process, and clears away what a
+    killed run left.
 
     Args:
         path: the folder.
-        owner: the recipe that writes there, see [`claim_folder`]; `None`: the caller sees to that itself.
+        owner: the recipe that writes there, see [`claim_folder`]; `None`: the caller sees to that
+            itself.
 
     Raises:
         UserError: another process holds the folder, or it is not the owner's.
@@ -39,7 +42,9 @@ def locked_folder(path: Path, owner: str | None = None) -> Iterator[Path]:
     try:
         lock = FileLock(path / LOCK_FOLDER / "lock", timeout=0).acquire()
     except Timeout:
-        raise UserError(f"--out {path}: another run is writing there; wait for it or choose another folder") from None
+        raise UserError(
+            f"--out {path}: another run is writing there; wait for it or choose another folder"
+        ) from None
     with lock:
         for leftover in [*path.glob(LEFTOVER), *(path / LOCK_FOLDER).glob(LEFTOVER)]:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -47,49 +52,67 @@ def locked_folder(path: Path, owner: str | None = None) -> Iterator[Path]:
 
 
 def claim_folder(path: Path, owner: str) -> None:
-    """Makes the folder and notes which recipe writes there; a UserError where it has anything else in it, or is another
-    recipe's."""
+    """Makes the folder and notes which recipe writes there; a UserError where it has anything else
+    in it, or is another recipe's."""
     note = path / LOCK_FOLDER / _OWNER_FILE
     if note.is_file():
         if (found := note.read_text(encoding="utf-8", errors="replace")) != owner:
             raise UserError(f"--out {path} is a folder of {found}: choose another one")
         return
-    if others := [entry.name for entry in path.iterdir() if entry.name != LOCK_FOLDER] if path.exists() else []:
-        raise UserError(f"--out {path} holds other files, such as {min(others)}: choose another one, new or empty")
+    if (
+        others := [entry.name for entry in path.iterdir() if entry.name != LOCK_FOLDER]
+        if path.exists()
+        else []
+    ):
+        raise UserError(
+            f"--out {path} holds other files, such as {min(others)}: choose another "
+            "one, new or empty"
+        )
     note.parent.mkdir(parents=True, exist_ok=True)
     write_text(note, owner)
 
 
 def source_files(source: str) -> list[Path]:
-    """The file `source`, or all files under the folder `source` that are not hidden, nor in a hidden folder of it, sorted;
-    empty where it is a name and not a path.
+    """The file `source`, or all files under the folder `source` that are not hidden, nor in a
+    hidden folder of it, sorted; empty where it is a name and not a path.
 
     Links that lead nowhere are among them: a text that is missing is not passed over.
     """
     path = Path(source)
     if path.is_file():
         return [path]
-    files = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
-    return sorted(file for file in files if file.is_file() or file.is_symlink() and not file.is_dir())
+    files = (
+        file
+        for file in path.rglob("*")
+        if not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    return sorted(
+        file for file in files if file.is_file() or file.is_symlink() and not file.is_dir()
+    )
 
 
 def state_of_files(source: str) -> list[tuple[str, int, int]]:
-    """Name, size in bytes and time of change of the files of [`source_files`]: whether a source has changed."""
-    states = ((str(file), file.stat(follow_symlinks=file.exists())) for file in source_files(source))
+    """Name, size in bytes and time of change of the files of [`source_files`]: whether a source has
+    changed."""
+    states = (
+        (str(file), file.stat(follow_symlinks=file.exists())) for file in source_files(source)
+    )
     return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
 def read_manifest(data: Path, split: str | None = None) -> dict:
-    """The `manifest.json` of a prepared folder, which is there once it is finished; a UserError where it is not, is damaged,
-    or has no rows of `split`."""
+    """The `manifest.json` of a prepared folder, which is there once it is finished; a UserError
+    where it is not, is damaged, or has no rows of `split`."""
     file = Path(data) / "manifest.json"
     if not file.is_file():
         raise UserError(f"{data} has no manifest.json; make the folder with recipes/prepare.py")
-    manifest = read_json(file, MANIFEST, "delete it and make the folder again with its command of recipes/prepare.py")
+    manifest = read_json(
+        file, MANIFEST, "delete it and make the folder again with its command of recipes/prepare.py"
+    )
     if split is not None and manifest["splits"].get(split, {"blocks": 0})["blocks"] == 0:
         raise UserError(
-            f"--split {split}: {data} has no {split} rows; prepare it again with --{split} SHARE, and train on what that "
-            "leaves"
+            f"--split {split}: {data} has no {split} rows; prepare it again with --{split} SHARE, "
+            "and train on what that leaves"
         )
     return manifest
 
@@ -99,7 +122,8 @@ def read_json(path: Path, entries: dict[str, type] | None = None, remedy: str = 
 
     Args:
         path: the file.
-        entries: names and types that its content, an object, must have at least; None takes any content.
+        entries: names and types that its content, an object, must have at least; None takes any
+            content.
         remedy: what the user can do about a file that is not so.
 
     Raises UserError, which names the file and what is wrong with it.
@@ -112,7 +136,9 @@ def read_json(path: Path, entries: dict[str, type] | None = None, remedy: str = 
 
 def read_jsonl(path: Path, entries: dict[str, type] | None = None, remedy: str = "") -> list[dict]:
     """The objects of a JSON-lines file, checked like that of [`read_json`]."""
-    found = _read(path, lambda text: [json.loads(line) for line in text.split("\n") if line], remedy)
+    found = _read(
+        path, lambda text: [json.loads(line) for line in text.split("\n") if line], remedy
+    )
     for number, content in enumerate(found, start=1):
         check_entries(content, entries or {}, f"{path}: line {number}", remedy)
     return found
@@ -122,17 +148,32 @@ def _read(path: Path, parse: Callable[[str], Any], remedy: str):
     try:
         return parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {path}: {one_line(error)}; {remedy}".removesuffix("; ")) from error
+        raise UserError(
+            f"cannot read {path}: {one_line(error)}; {remedy}".removesuffix("; ")
+        ) from error
 
 
 def check_entries(content, entries: dict[str, type], where: Path | str, remedy: str = "") -> None:
-    """UserError unless `content` is an object with these names, and values of these types (an int is a float as well)."""
+    """UserError unless `content` is an object with these names, and values of these types (an int
+    is a float as well)."""
     if not isinstance(content, dict):
-        raise UserError(f"{where} must hold an object of JSON, got a {type(content).__name__}; {remedy}".removesuffix("; "))
+        raise UserError(
+            (
+                f"{where} must hold an object of JSON, got a {type(content).__name__}; {remedy}"
+            ).removesuffix("; ")
+        )
     for name, kind in entries.items():
         if not isinstance(content.get(name), (int, float) if kind is float else kind):
-            has = f"{name} of the type {type(content[name]).__name__}" if name in content else f"no {name}"
-            raise UserError(f"{where} has {has}, and needs {name} of the type {kind.__name__}; {remedy}".removesuffix("; "))
+            has = (
+                f"{name} of the type {type(content[name]).__name__}"
+                if name in content
+                else (f"no {name}")
+            )
+            raise UserError(
+                (
+                    f"{where} has {has}, and needs {name} of the type {kind.__name__}; {remedy}"
+                ).removesuffix("; ")
+            )
 
 
 def to_json(content, where: Path, **how) -> str:
@@ -141,8 +182,9 @@ def to_json(content, where: Path, **how) -> str:
         return json.dumps(content, ensure_ascii=False, allow_nan=False, **how)
     except ValueError as error:
         raise UserError(
-            f"{where} is not written: a number in it is NaN or infinite, so the model or its training is broken; train at a "
-            "lower --learning_rate or with --precision float32, or use another model"
+            f"{where} is not written: a number in it is NaN or infinite, so the model or its "
+            "training is broken; train at a lower --learning_rate or with --precision float32, or "
+            "use another model"
         ) from error
 
 
@@ -158,8 +200,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def check_place(file: Path, entries: dict[str, type], others: Sequence[Path] = ()) -> None:
-    """UserError unless a recipe can write its files, and would replace only what it wrote itself; checked before hours of
-    work. Makes the folder of the files.
+    """UserError unless a recipe can write its files, and would replace only what it wrote itself;
+    checked before hours of work. Makes the folder of the files.
 
     Args:
         file: the JSON file.
@@ -167,9 +209,16 @@ def check_place(file: Path, entries: dict[str, type], others: Sequence[Path] = (
         others: files that are written together with it.
     """
     if file.exists():
-        read_json(file, entries, "it is no such file of this recipe: choose another --out, or move it away")
+        read_json(
+            file,
+            entries,
+            "it is no such file of this recipe: choose another --out, or move it away",
+        )
     elif there := [str(other) for other in others if other.exists()]:
-        raise UserError(f"--out: {', '.join(there)} is there without {file}: choose another --out, or move it away")
+        raise UserError(
+            f"--out: {', '.join(there)} is there without {file}: choose another "
+            "--out, or move it away"
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=file.parent):
         pass
@@ -177,8 +226,8 @@ def check_place(file: Path, entries: dict[str, type], others: Sequence[Path] = (
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Gives the path of a file to write, which replaces `path` at the end, when all of it is on the disk; after an error,
-    `path` is as it was."""
+    """Gives the path of a file to write, which replaces `path` at the end, when all of it is on the
+    disk; after an error, `path` is as it was."""
     part = _part_of(Path(path))
     try:
         yield part
@@ -191,8 +240,8 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Gives an empty folder to write into, which replaces `path` at the end, when all of it is on the disk; after an error,
-    `path` is as it was."""
+    """Gives an empty folder to write into, which replaces `path` at the end, when all of it is on
+    the disk; after an error, `path` is as it was."""
     part = _part_of(Path(path))
     part.mkdir(parents=True)
     try:

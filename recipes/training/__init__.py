@@ -1,1 +1,2 @@
-"""What `recipes/train.py` is made of: its Trainer, data, the run's folder, dilution, what it says."""
+"""What `recipes/train.py` is made of: its Trainer, data, the run's folder, dilution, what it
+says."""

@@ -1,4 +1,5 @@
-"""What a training says in a terminal or a log: a line for each step that it logs, and at the end what was reached."""
+"""What a training says in a terminal or a log: a line for each step that it logs, and at the end
+what was reached."""
 
 import datetime
 import shlex
@@ -13,7 +14,8 @@ LOSSES = {"train_loss": "loss", "eval_loss": "validation"}
 
 
 class StepLines(TrainerCallback):
-    """The main process says each line of `metrics.jsonl` on standard error; [`run_folder.RunRecorder`] must come first."""
+    """The main process says each line of `metrics.jsonl` on standard error;
+    [`run_folder.RunRecorder`] must come first."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.began, self.first_step = time.perf_counter(), state.global_step
@@ -24,8 +26,14 @@ class StepLines(TrainerCallback):
             return
         words = [f"step {line['step']:>6,}"]
         words += [f"{label} {line[name]:.4f}" for name, label in LOSSES.items() if name in line]
-        words += [f"{line['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in line else []
-        words += [f"gates {line['gate_min']:.2f} to {line['gate_max']:.2f}"] if "gate_min" in line else []
+        words += (
+            [f"{line['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in line else []
+        )
+        words += (
+            [f"gates {line['gate_min']:.2f} to {line['gate_max']:.2f}"]
+            if "gate_min" in line
+            else []
+        )
         seconds = (time.perf_counter() - self.began) / (line["step"] - self.first_step)
         say("   ".join([*words, f"{duration(seconds * (state.max_steps - line['step']))} left"]))
 
@@ -51,11 +59,13 @@ def ending(out: Path, data: Path, result: dict) -> str:
     """
     model, speed = shlex.quote(str(out)), f"{result['tokens_per_second']:,.0f} tokens/s"
     rows = {
-        "reached": f"cross-entropy {result['cross_entropy']:.4f} nats per token, perplexity {result['perplexity']:.2f}, "
-        f"on {result['validation_tokens']:,} validation tokens",
+        "reached": f"cross-entropy {result['cross_entropy']:.4f} nats per token, perplexity "
+        f"{result['perplexity']:.2f}, on {result['validation_tokens']:,} validation "
+        "tokens",
         "trained": f"{result['tokens']:,} tokens in {duration(result['seconds'])}, {speed}",
         "model": str(out),
-        "next": f"python recipes/evaluate_model.py --model {model} --data {shlex.quote(str(data))}\n"
-        f"{'':9}python recipes/generate.py --model {model} --prompt A",
+        "next": f"python recipes/evaluate_model.py --model {model} --data "
+        f"{shlex.quote(str(data))}\n{'':9}python recipes/generate.py --model {model} "
+        "--prompt A",
     }
     return "\n".join(f"{name:<9}{text}" for name, text in rows.items())

@@ -1,11 +1,14 @@
-"""Training on short rows for long texts: a row begins with the memory of another text, as heavy as much more of it would be.
+"""Training on short rows for long texts: a row begins with the memory of another text, as heavy as
+much more of it would be.
 
-What a linear memory gives back is an average over all that was written. A model that finds a token in rows of 2,048 has no
-reason to let it outweigh more than those; in a text sixteen times as long it is lost. Where the memory already holds other
-text when the row begins, and counts it many times over, the loss asks for that margin, at the cost of one more short row.
+What a linear memory gives back is an average over all that was written. A model that finds a token
+in rows of 2,048 has no reason to let it outweigh more than those; in a text sixteen times as long
+it is lost. Where the memory already holds other text when the row begins, and counts it many times
+over, the loss asks for that margin, at the cost of one more short row.
 
-Gradients reach that text as well. Were it a constant, a row would gain by making all that it writes heavier, and with it the
-next row's past: weights that only grow (those of `memory_write` then reach the limit of the exponents).
+Gradients reach that text as well. Were it a constant, a row would gain by making all that it writes
+heavier, and with it the next row's past: weights that only grow (those of `memory_write` then reach
+the limit of the exponents).
 """
 
 from dataclasses import replace
@@ -25,8 +28,8 @@ class Dilution:
     """Makes the past of training rows: a cache that has read other text.
 
     Args:
-        rows: a dataset in torch's format whose `input_ids` are rows of plain text, one of which is drawn for each training
-            row (by torch's own generator, whose state a checkpoint keeps).
+        rows: a dataset in torch's format whose `input_ids` are rows of plain text, one of which is
+            drawn for each training row (by torch's own generator, whose state a checkpoint keeps).
         most: the largest factor of a memory; factors are drawn log-uniformly from 1 on.
         share: of the calls of [`past`] that give one.
     """
@@ -36,8 +39,8 @@ class Dilution:
 
     @classmethod
     def from_options(cls, run, folders: list[str], tokenizer, of: str) -> "Dilution":
-        """With the training rows of folders made by recipes/prepare.py, of one length; a UserError where their tokens are
-        not those of `tokenizer`, that of `of`.
+        """With the training rows of folders made by recipes/prepare.py, of one length; a UserError
+        where their tokens are not those of `tokenizer`, that of `of`.
 
         Args:
             run: options, with `dilute_up_to` and `dilute_share`.
@@ -48,8 +51,8 @@ class Dilution:
         for folder in folders:
             if read_tokenizer(Path(folder)).get_vocab() != tokenizer.get_vocab():
                 raise UserError(
-                    f"--dilute_with {folder} and {of} have different tokenizers: prepare one of them with the other's "
-                    "(--tokenizer FOLDER/tokenizer)"
+                    f"--dilute_with {folder} and {of} have different tokenizers: prepare one of "
+                    "them with the other's (--tokenizer FOLDER/tokenizer)"
                 )
         rows = concatenate_datasets([part.select_columns("input_ids") for part in parts.values()])
         return cls(rows.with_format("torch"), run.dilute_up_to, run.dilute_share)
@@ -60,8 +63,8 @@ class Dilution:
         return len(self.rows[0]["input_ids"])
 
     def past(self, model, batch: int, device: torch.device) -> InfiniCache | None:
-        """The cache of `model` after one row of text for each of `batch` rows, M and z multiplied by the row's factor; for
-        the rest of the `share`, `None`: these rows begin a text.
+        """The cache of `model` after one row of text for each of `batch` rows, M and z multiplied
+        by the row's factor; for the rest of the `share`, `None`: these rows begin a text.
 
         The window keeps the end of the text as it is. Gradients go through all of it.
         """
@@ -75,8 +78,8 @@ class Dilution:
 
 
 def weigh_memories(cache: InfiniCache, factors: torch.Tensor) -> InfiniCache:
-    """The cache itself, each row's memories and normalisers `factors` `[batch]` times as large: by the linear rule, what
-    they would be had all that is in them been written that often."""
+    """The cache itself, each row's memories and normalisers `factors` `[batch]` times as large: by
+    the linear rule, what they would be had all that is in them been written that often."""
     for layer in cache.layers:
         if isinstance(layer, InfiniLayer):
             memory, normaliser = layer.state.memory, layer.state.normaliser
@@ -89,13 +92,19 @@ def weigh_memories(cache: InfiniCache, factors: torch.Tensor) -> InfiniCache:
 def check_given(run) -> None:
     """UserError for `--dilute_up_to` or `--dilute_share` without `--dilute_with`."""
     if run.dilute_with is None and (run.dilute_up_to, run.dilute_share) != (32, 1):
-        raise UserError("--dilute_up_to and --dilute_share do nothing without --dilute_with FOLDER: leave them out")
+        raise UserError(
+            "--dilute_up_to and --dilute_share do nothing without --dilute_with "
+            "FOLDER: leave them out"
+        )
 
 
 def check_rule(update_rule: str | None, needs: str = "--update_rule linear") -> None:
-    """UserError, which says what it `needs`, unless memories of this rule (`None`: there are none) can be multiplied."""
+    """UserError, which says what it `needs`, unless memories of this rule (`None`: there are none)
+    can be multiplied."""
     if update_rule != "linear":
-        raise UserError(f"--dilute_with multiplies what the linear rule has written: it needs {needs}")
+        raise UserError(
+            f"--dilute_with multiplies what the linear rule has written: it needs {needs}"
+        )
 
 
 def check_options(run, optimizer, config) -> None:
@@ -111,8 +120,9 @@ def check_options(run, optimizer, config) -> None:
     check_rule(rule, "--attention infini and --update_rule linear")
     if context_limit(config) is not None:
         raise UserError(
-            "--dilute_with puts text in front of rows that take all positions: give --position_encoding rope or segment, or "
-            "for causal_mha another --position_encoding than learned"
+            "--dilute_with puts text in front of rows that take all positions: give "
+            "--position_encoding rope or segment, or for causal_mha another --position_encoding "
+            "than learned"
         )
     for name in ("separate_documents", "gradient_checkpointing", "torch_compile"):
         if (vars(run) | vars(optimizer))[name]:

@@ -1,7 +1,8 @@
-"""A run's folder, which survives a kill at any point, and the callback that writes into it while the run trains.
+"""A run's folder, which survives a kill at any point, and the callback that writes into it while
+the run trains.
 
-It holds `run.json` (the options it was started with), `checkpoint-N/` (complete once they hold `complete.json`),
-`metrics.jsonl`, and, when it is finished, the model and `result.json`.
+It holds `run.json` (the options it was started with), `checkpoint-N/` (complete once they hold
+`complete.json`), `metrics.jsonl`, and, when it is finished, the model and `result.json`.
 """
 
 import contextlib
@@ -21,11 +22,22 @@ from transformers import TrainerCallback, TrainerState
 
 from cli import UserError
 from hf_infini.tools.training import gate_values
-from support.stages import LEFTOVER, LOCK_FOLDER, flush, locked_folder, read_json, to_json, write_json, write_text
+from support.stages import (
+    LEFTOVER,
+    LOCK_FOLDER,
+    flush,
+    locked_folder,
+    read_json,
+    to_json,
+    write_json,
+    write_text,
+)
 
 COMPLETE, OPTIONS, RESULT, METRICS = "complete.json", "run.json", "result.json", "metrics.jsonl"
 # What readers of result.json use of it; recipes/train.py writes it
-RESULT_ENTRIES = dict.fromkeys(("cross_entropy", "perplexity", "seconds", "tokens_per_second", "peak_rss_mib"), float)
+RESULT_ENTRIES = dict.fromkeys(
+    ("cross_entropy", "perplexity", "seconds", "tokens_per_second", "peak_rss_mib"), float
+)
 RESULT_ENTRIES |= dict.fromkeys(("validation_tokens", "tokens", "steps", "parameters"), int)
 RESULT_ENTRIES |= dict.fromkeys(("gates", "options", "versions"), dict)
 RESULT_ENTRIES |= dict.fromkeys(("data_fingerprint", "command", "hardware", "date"), str)
@@ -33,12 +45,14 @@ RESULT_ENTRIES |= dict.fromkeys(("data_fingerprint", "command", "hardware", "dat
 
 @contextlib.contextmanager
 def open_run(folder: Path, options: dict) -> Iterator[tuple[bool, Path | None]]:
-    """Locks the folder for this run and yields how far the run is: whether it is finished, and its newest whole checkpoint.
-    A finished run is not locked.
+    """Locks the folder for this run and yields how far the run is: whether it is finished, and its
+    newest whole checkpoint. A finished run is not locked.
 
-    All processes of a launch call this. The main process locks the folder and looks, and the others get what it found.
+    All processes of a launch call this. The main process locks the folder and looks, and the others
+    get what it found.
 
-    Raises UserError, in all of them, when another process holds the folder, or where [`check_same_run`] does.
+    Raises UserError, in all of them, when another process holds the folder, or where
+    [`check_same_run`] does.
     """
 
     def is_finished() -> bool:
@@ -49,7 +63,8 @@ def open_run(folder: Path, options: dict) -> Iterator[tuple[bool, Path | None]]:
         found = [None]
         if PartialState().is_main_process:
             try:
-                finished = is_finished()  # before the lock, which writes: a folder of something else stays as it is
+                # before the lock, which writes: a folder of something else stays as it is
+                finished = is_finished()
                 if not finished:
                     stack.enter_context(locked_folder(folder))
                     finished = is_finished()  # as its last holder left it
@@ -63,9 +78,11 @@ def open_run(folder: Path, options: dict) -> Iterator[tuple[bool, Path | None]]:
 
 
 def begin_run(folder: Path, options: dict, checkpoint: Path | None) -> None:
-    """Writes `run.json`, and deletes the checkpoints that the run will not use, half-written ones among them.
+    """Writes `run.json`, and deletes the checkpoints that the run will not use, half-written ones
+    among them.
 
-    They would count towards the limit by which the Trainer deletes old checkpoints, and could push out the good one.
+    They would count towards the limit by which the Trainer deletes old checkpoints, and could push
+    out the good one.
     """
     write_json(folder / OPTIONS, options)
     for path in _checkpoints(folder):
@@ -78,13 +95,17 @@ def check_same_run(folder: Path, options: dict) -> None:
 
     Args:
         folder: the run's folder; need not exist.
-        options: what decides the run's outcome, JSON-safe; `run.json` must equal it. An option that one of the two does not
-            have counts as None.
+        options: what decides the run's outcome, JSON-safe; `run.json` must equal it. An option that
+            one of the two does not have counts as None.
     """
-    if not folder.is_dir() or all(entry.name == LOCK_FOLDER or entry.match(LEFTOVER) for entry in folder.iterdir()):
+    if not folder.is_dir() or all(
+        entry.name == LOCK_FOLDER or entry.match(LEFTOVER) for entry in folder.iterdir()
+    ):
         return
     if not (folder / OPTIONS).exists():
-        raise UserError(f"{folder} is not empty and holds no run of this recipe: choose another --out")
+        raise UserError(
+            f"{folder} is not empty and holds no run of this recipe: choose another --out"
+        )
     started_with = read_json(folder / OPTIONS, {}, "choose another --out, or delete the folder")
     different = [
         f"{name} was {started_with.get(name)!r} and is now {options.get(name)!r}"
@@ -93,21 +114,30 @@ def check_same_run(folder: Path, options: dict) -> None:
     ]
     if different:
         raise UserError(
-            f"{folder} holds a run with other options: {'; '.join(different)}. Continue it with its own options, or "
-            "choose another --out"
+            f"{folder} holds a run with other options: {'; '.join(different)}. Continue it with "
+            "its own options, or choose another --out"
         )
 
 
 def read_result(folder: Path) -> dict:
-    """The result.json of a finished run; a UserError where the run is not finished or the file is damaged."""
+    """The result.json of a finished run; a UserError where the run is not finished or the file is
+    damaged."""
     file = folder / RESULT
     if not file.exists():
-        raise UserError(f"{folder} has no {RESULT}: it is not a run of recipes/train.py, or finish it with its command")
-    return read_json(file, RESULT_ENTRIES, "delete it, and the run's own command goes on from its last checkpoint")
+        raise UserError(
+            f"{folder} has no {RESULT}: it is not a run of recipes/train.py, or "
+            "finish it with its command"
+        )
+    return read_json(
+        file,
+        RESULT_ENTRIES,
+        "delete it, and the run's own command goes on from its last checkpoint",
+    )
 
 
 def mark_complete(checkpoint: Path) -> None:
-    """Writes `complete.json`, when all files are on the disk: the last thing that happens to a checkpoint."""
+    """Writes `complete.json`, when all files are on the disk: the last thing that happens to a
+    checkpoint."""
     for file in checkpoint.rglob("*"):
         if file.is_file():
             flush(file)
@@ -117,7 +147,8 @@ def mark_complete(checkpoint: Path) -> None:
 def last_complete_checkpoint(folder: Path) -> Path | None:
     """The newest `checkpoint-N` that was written to its end, or None; what is passed over is said.
 
-    A process killed while it was saving, or while it was deleting an old checkpoint, leaves others behind.
+    A process killed while it was saving, or while it was deleting an old checkpoint, leaves others
+    behind.
     """
     checkpoints = sorted(_checkpoints(folder), key=checkpoint_step)
     whole = [checkpoint for checkpoint in checkpoints if (checkpoint / COMPLETE).is_file()]
@@ -134,13 +165,19 @@ def checkpoint_step(path: Path) -> int:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    return [
+        path
+        for path in folder.glob("checkpoint-*")
+        if path.name.removeprefix("checkpoint-").isdigit()
+    ]
 
 
 class RunRecorder(TrainerCallback):
-    """Writes `metrics.jsonl`, marks complete checkpoints, and times the training without evaluation and saving.
+    """Writes `metrics.jsonl`, marks complete checkpoints, and times the training without evaluation
+    and saving.
 
-    The lines are also kept in the Trainer's state, so that every checkpoint has those up to its step, see [`lines_of`].
+    The lines are also kept in the Trainer's state, so that every checkpoint has those up to its
+    step, see [`lines_of`].
 
     Args:
         folder: the run's folder.
@@ -155,9 +192,11 @@ class RunRecorder(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         lines = lines_of(state)
-        if state.is_world_process_zero:  # what a killed process logged after its last checkpoint is logged again
+        # what a killed process logged after its last checkpoint is logged again
+        if state.is_world_process_zero:
             write_lines(self.file.parent, lines)
-        self.seconds = lines[-1]["seconds"] if lines else 0.0  # in training steps, earlier starts of the run counted in
+        # in training steps, earlier starts of the run counted in
+        self.seconds = lines[-1]["seconds"] if lines else 0.0
         self._last_logged = (state.global_step, self.seconds)
         self._clock = time.perf_counter()
 
@@ -173,14 +212,17 @@ class RunRecorder(TrainerCallback):
         if "loss" in logs:
             if not math.isfinite(logs["loss"]):
                 raise UserError(
-                    f"the training loss is {logs['loss']} at step {state.global_step}: training has diverged. Lower "
-                    "the learning rate, or train with --precision float32"
+                    f"the training loss is {logs['loss']} at step {state.global_step}: training "
+                    "has diverged. Lower the learning rate, or train with --precision float32"
                 )
             steps = state.global_step - self._last_logged[0]
             seconds = self.seconds - self._last_logged[1]
             self._last_logged = (state.global_step, self.seconds)
             line |= {"train_loss": logs["loss"], "learning_rate": logs["learning_rate"]}
-            line |= {"grad_norm": logs.get("grad_norm"), "tokens_per_second": steps * self.tokens_per_step / seconds}
+            line |= {
+                "grad_norm": logs.get("grad_norm"),
+                "tokens_per_second": steps * self.tokens_per_step / seconds,
+            }
         elif "eval_loss" in logs:
             line |= {"eval_loss": logs["eval_loss"], "eval_perplexity": logs["eval_perplexity"]}
         else:
@@ -188,7 +230,11 @@ class RunRecorder(TrainerCallback):
         if gates := gate_values(model) if self.reads_memory else {}:
             line |= {"gates": gates} if "eval_loss" in logs else {}
             values = [value for layer in gates.values() for value in layer]
-            line |= {"gate_min": min(values), "gate_mean": statistics.fmean(values), "gate_max": max(values)}
+            line |= {
+                "gate_min": min(values),
+                "gate_mean": statistics.fmean(values),
+                "gate_max": max(values),
+            }
         line["seconds"] = round(self.seconds, 3)
         state.log_history[-1]["line"] = line
         if state.is_world_process_zero:
@@ -199,7 +245,8 @@ class RunRecorder(TrainerCallback):
         self._clock = time.perf_counter()
 
     def on_save(self, args, state, control, **kwargs):
-        # Every process writes its own random state into the checkpoint: it is complete when the slowest is done
+        # Every process writes its own random state into the checkpoint: it is complete when the
+        # slowest is done
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.barrier()
         if state.is_world_process_zero:

@@ -1,4 +1,5 @@
-"""What `recipes/train.py` needs around the Trainer: its data, the length of a run, its processes."""
+"""What `recipes/train.py` needs around the Trainer: its data, the length of a run, its
+processes."""
 
 import dataclasses
 import hashlib
@@ -20,21 +21,29 @@ from .run_folder import lines_of, write_lines
 
 
 def data_fingerprint(manifest: dict) -> str:
-    """16 hexadecimal digits that change with the tokens of a prepared folder's rows; its name and place do not count."""
-    splits = {name: [split["sha256"], split["blocks"], split["tokens"]] for name, split in manifest["splits"].items()}
+    """16 hexadecimal digits that change with the tokens of a prepared folder's rows; its name and
+    place do not count."""
+    splits = {
+        name: [split["sha256"], split["blocks"], split["tokens"]]
+        for name, split in manifest["splits"].items()
+    }
     return hashlib.sha256(json.dumps(splits, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_rows(data: Path, rows_per_step: int) -> tuple:
-    """The training and validation rows of a prepared folder, of which training gets as many as make whole steps.
+    """The training and validation rows of a prepared folder, of which training gets as many as make
+    whole steps.
 
     Raises UserError when there are too few.
     """
-    train, validation = (open_rows(data, split).with_format("torch") for split in ("train", "validation"))
+    train, validation = (
+        open_rows(data, split).with_format("torch") for split in ("train", "validation")
+    )
     if len(train) < rows_per_step or len(validation) == 0:
         raise UserError(
-            f"{data} has {len(train)} training and {len(validation)} validation rows, but one step takes {rows_per_step} "
-            "and an evaluation at least 1: lower --batch_size, or prepare more text"
+            f"{data} has {len(train)} training and {len(validation)} validation rows, but one "
+            f"step takes {rows_per_step} and an evaluation at least 1: lower --batch_size, or "
+            "prepare more text"
         )
     return train.select(range(len(train) // rows_per_step * rows_per_step)), validation
 
@@ -44,10 +53,14 @@ def training_arguments(out: Path | str, options: dict, **more) -> TrainingArgume
 
     Args:
         out: the folder of its checkpoints.
-        options: of a recipe: `use_cpu`, `precision`, `seed`, `batch_size`, `gradient_accumulation` and `save_steps`.
+        options: of a recipe: `use_cpu`, `precision`, `seed`, `batch_size`, `gradient_accumulation`
+            and `save_steps`.
         more: others of the Trainer's.
     """
-    use_cpu, precision = options["use_cpu"] or not torch.accelerator.is_available(), options["precision"]
+    use_cpu, precision = (
+        options["use_cpu"] or not torch.accelerator.is_available(),
+        options["precision"],
+    )
     return TrainingArguments(
         output_dir=str(out),
         use_cpu=use_cpu,
@@ -57,18 +70,19 @@ def training_arguments(out: Path | str, options: dict, **more) -> TrainingArgume
         bf16=precision == "bf16" or precision == "auto" and measurement.supports_bfloat16(use_cpu),
         remove_unused_columns=False,
         save_steps=options["save_steps"],
-        save_total_limit=2,  # the newest is incomplete while it is being written: the one before must still be there
+        # the newest is incomplete while it is being written: the one before must still be there
+        save_total_limit=2,
         logging_nan_inf_filter=False,  # it hides divergence, and costs a synchronisation per step
         **more,
     )
 
 
 def train_to_end(trainer: Trainer, checkpoint: Path | None) -> tuple:
-    """Trains from the start or from a complete checkpoint. Returns the model of the last step, in float32, and the lines of
-    `metrics.jsonl`.
+    """Trains from the start or from a complete checkpoint. Returns the model of the last step, in
+    float32, and the lines of `metrics.jsonl`.
 
-    Both are read from the last checkpoint: the Trainer's model keeps its autocast wrapper, and a run that was killed after
-    its last step has nothing left to train.
+    Both are read from the last checkpoint: the Trainer's model keeps its autocast wrapper, and a
+    run that was killed after its last step has nothing left to train.
     """
     last = Path(trainer.args.output_dir) / f"checkpoint-{trainer.args.max_steps}"
     model_class = type(trainer.model)  # sharding makes another of it
@@ -81,10 +95,12 @@ def train_to_end(trainer: Trainer, checkpoint: Path | None) -> tuple:
 
 
 def leave_process_group(trainer: Trainer) -> None:
-    """Ends the trainer's process group, when there is one; nothing is trained or exchanged afterwards.
+    """Ends the trainer's process group, when there is one; nothing is trained or exchanged
+    afterwards.
 
-    The distributed wrapper of the model goes first. As the group's last owner it would end the group while it holds
-    Python's lock, for which the group's own thread waits if it is still putting away the last exchange: both for ever.
+    The distributed wrapper of the model goes first. As the group's last owner it would end the
+    group while it holds Python's lock, for which the group's own thread waits if it is still
+    putting away the last exchange: both for ever.
     """
     trainer.model_wrapped = trainer.model
     trainer.accelerator.free_memory()
@@ -92,11 +108,15 @@ def leave_process_group(trainer: Trainer) -> None:
 
 
 def gate_rate(given: float | None, config) -> float | None:
-    """The learning rate of the gates, 0.01 by default; UserError where it was given and the model has no gates."""
+    """The learning rate of the gates, 0.01 by default; UserError where it was given and the model
+    has no gates."""
     if getattr(config, "infini_layers", ()):
         return 0.01 if given is None else given
     if given is not None:
-        raise UserError("--gate_learning_rate is for the gates of a memory, and this model has none: leave it out")
+        raise UserError(
+            "--gate_learning_rate is for the gates of a memory, and this model has "
+            "none: leave it out"
+        )
     return None
 
 
@@ -115,21 +135,23 @@ def number_of_steps(run, steps_per_epoch: int, tokens_per_step: int) -> int:
 
 
 def check_processes(arguments: TrainingArguments, sharing: int | None = None) -> None:
-    """UserError when processes were started of which so many cannot share rows, or one process sees several GPUs."""
+    """UserError when processes were started of which so many cannot share rows, or one process sees
+    several GPUs."""
     if sharing is not None and arguments.world_size % sharing:
         raise UserError(
-            f"--context_parallel_size {sharing}, but {arguments.world_size} processes started: as many must start as "
-            f"{sharing} divides, such as `torchrun --nproc_per_node {sharing}`"
+            f"--context_parallel_size {sharing}, but {arguments.world_size} processes started: as "
+            f"many must start as {sharing} divides, such as `torchrun --nproc_per_node {sharing}`"
         )
     if arguments.n_gpu > 1:
         raise UserError(
-            f"one process sees {arguments.n_gpu} GPUs: start with `torchrun --nproc_per_node {arguments.n_gpu}`, or "
-            "choose one with CUDA_VISIBLE_DEVICES=0"
+            f"one process sees {arguments.n_gpu} GPUs: start with `torchrun --nproc_per_node "
+            f"{arguments.n_gpu}`, or choose one with CUDA_VISIBLE_DEVICES=0"
         )
 
 
 def check_sharing(run, optimizer, config, context: int) -> None:
-    """UserError or ValueError when processes cannot share rows of so many tokens as `--context_parallel_size` asks them to.
+    """UserError or ValueError when processes cannot share rows of so many tokens as
+    `--context_parallel_size` asks them to.
 
     Args:
         run, optimizer: the options of recipes/train.py; config: the model's.
@@ -140,11 +162,18 @@ def check_sharing(run, optimizer, config, context: int) -> None:
     refused["DeepSpeed"] = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     for name, given in refused.items():
         if given:
-            raise UserError(f"--context_parallel_size does not go with {name}: leave one of the two out")
+            raise UserError(
+                f"--context_parallel_size does not go with {name}: leave one of the two out"
+            )
     check_shards(config, context, run.context_parallel_size)
 
 
 def checkpointing_name() -> str:
-    """TrainingArguments' name for gradient checkpointing, which changed between the supported versions."""
+    """TrainingArguments' name for gradient checkpointing, which changed between the supported
+    versions."""
     names = {entry.name for entry in dataclasses.fields(TrainingArguments)}
-    return "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    return (
+        "activation_checkpointing"
+        if "activation_checkpointing" in names
+        else "gradient_checkpointing"
+    )

@@ -1,7 +1,9 @@
-"""The teacher inside a model with Infini-attention: its own layers, attending to everything as they did before.
+"""The teacher inside a model with Infini-attention: its own layers, attending to everything as they
+did before.
 
-A patched model has all weights of the plain one. So no second model is needed: within [`full_attention`] every layer with a
-memory gives the output of its own attention over the whole row, and the model computes what the plain one does.
+A patched model has all weights of the plain one. So no second model is needed: within
+[`full_attention`] every layer with a memory gives the output of its own attention over the whole
+row, and the model computes what the plain one does.
 """
 
 import contextlib
@@ -19,14 +21,17 @@ from recall.rows import NOT_COUNTED
 
 @contextlib.contextmanager
 def full_attention(model, tokens: int) -> Iterator[None]:
-    """Within it, the model computes what the plain one does, on whole rows without padding or packing.
+    """Within it, the model computes what the plain one does, on whole rows without padding or
+    packing.
 
     Args:
         model: with Infini-attention, perhaps inside another wrapper.
         tokens: of the longest row.
     """
     # A window's first place is taken by nothing
-    in_one_window = {"infini": SharedInputs(None, None, decoder_of(model).rotary_tables(tokens + 1))}
+    in_one_window = {
+        "infini": SharedInputs(None, None, decoder_of(model).rotary_tables(tokens + 1))
+    }
 
     def attend_to_everything(layer: InfiniAttentionMixin, args: tuple, keywords: dict):
         return args, keywords | in_one_window
@@ -34,18 +39,23 @@ def full_attention(model, tokens: int) -> Iterator[None]:
     with contextlib.ExitStack() as handles:
         for layer in attention_layers(decoder_of(model)):
             if isinstance(layer, InfiniAttentionMixin):
-                handles.callback(layer.register_forward_pre_hook(attend_to_everything, with_kwargs=True).remove)
+                handles.callback(
+                    layer.register_forward_pre_hook(attend_to_everything, with_kwargs=True).remove
+                )
         yield
 
 
 def divergence_beyond(model, adapted, ids: Tensor, labels: Tensor) -> Tensor:
-    """The KL divergence of a model's predictions from the plain model's, in nats: of each row the mean over the labels whose
-    query no longer sees everything, and the mean over the rows. Before them both predict the same, and a loss over all
-    tokens would mostly ask for nothing (arXiv 2510.07318 trains so, too).
+    """The KL divergence of a model's predictions from the plain model's, in nats: of each row the
+    mean over the labels whose query no longer sees everything, and the mean over the rows. Before
+    them both predict the same, and a loss over all tokens would mostly ask for nothing (arXiv
+    2510.07318 trains so, too).
 
     Args:
-        model: `adapted`, PEFT's wrapper around a model with Infini-attention, perhaps in a distributed wrapper.
-        ids, labels: `[batch, tokens]` without padding; a label is a token, or −100 where it does not count.
+        model: `adapted`, PEFT's wrapper around a model with Infini-attention, perhaps in a
+            distributed wrapper.
+        ids, labels: `[batch, tokens]` without padding; a label is a token, or −100 where it does
+            not count.
     """
     first = first_beyond(decoder_of(adapted).config)
     counted = labels[:, first + 1 :] != NOT_COUNTED

@@ -16,19 +16,21 @@ COLUMNS_OF_THE_HEAD = 64  # logits of few places are made of a multiple of so ma
 
 
 class PerplexityTrainer(Trainer):
-    """A Trainer of rows that a [`support.rows.RowReader`] made, whose evaluation is token-weighted and keeps one batch of
-    logits at a time.
+    """A Trainer of rows that a [`support.rows.RowReader`] made, whose evaluation is token-weighted
+    and keeps one batch of logits at a time.
 
-    `evaluate()` gives the cross-entropy (nats per token, also as `eval_loss`), perplexity and number of the tokens whose
-    label is not −100. Trackers (`report_to`) also get each head's sigmoid(gate).
+    `evaluate()` gives the cross-entropy (nats per token, also as `eval_loss`), perplexity and
+    number of the tokens whose label is not −100. Trackers (`report_to`) also get each head's
+    sigmoid(gate).
 
     Args:
         *args, **kwargs: the Trainer's own.
         optimizer_of: makes the optimiser of a model, which is sharded by then where it is to be.
-        past_of: makes the cache that training rows begin with, of a model, the number of rows and a device; None, or where
-            it makes None: they begin with nothing.
-        context_parallel_size: how many processes share each row ([`hf_infini.tools.parallel.shard_rows`]); neighbours by
-            rank do. The rest is data parallelism: `per_device_train_batch_size` rows for each such group.
+        past_of: makes the cache that training rows begin with, of a model, the number of rows and a
+            device; None, or where it makes None: they begin with nothing.
+        context_parallel_size: how many processes share each row
+            ([`hf_infini.tools.parallel.shard_rows`]); neighbours by rank do. The rest is data
+            parallelism: `per_device_train_batch_size` rows for each such group.
     """
 
     def __init__(
@@ -40,12 +42,19 @@ class PerplexityTrainer(Trainer):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.optimizer_of, self.past_of, self.context_parallel_size = optimizer_of, past_of, context_parallel_size
+        self.optimizer_of, self.past_of, self.context_parallel_size = (
+            optimizer_of,
+            past_of,
+            context_parallel_size,
+        )
         self.rows_mesh = None
         if context_parallel_size > 1:
-            # The names are accelerate's: its data loaders give all processes along "cp" the same rows
+            # The names are accelerate's: its data loaders give all processes along "cp" the same
+            # rows
             sizes = (self.args.world_size // context_parallel_size, context_parallel_size)
-            self.rows_mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=("dp_replicate", "cp"))
+            self.rows_mesh = init_device_mesh(
+                self.args.device.type, sizes, mesh_dim_names=("dp_replicate", "cp")
+            )
 
     def get_total_train_batch_size(self, args) -> int:
         return super().get_total_train_batch_size(args) // self.context_parallel_size
@@ -64,8 +73,8 @@ class PerplexityTrainer(Trainer):
         return self.optimizer
 
     def compute_loss(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        """As the Trainer's. Where most labels are −100, logits are computed only of columns that have others: the head over
-        a whole vocabulary is much of a small model's work."""
+        """As the Trainer's. Where most labels are −100, logits are computed only of columns that
+        have others: the head over a whole vocabulary is much of a small model's work."""
         if self.rows_mesh is not None:
             inputs = shard_rows(inputs, self.model.config, self.rows_mesh.get_group("cp"))
             # The Trainer has counted the labels of a row on every process that shares it
@@ -73,11 +82,14 @@ class PerplexityTrainer(Trainer):
             return super().compute_loss(model, inputs, num_items_in_batch=items)
         labels = inputs["labels"][:, 1:]
         past = None if self.past_of is None else self.past_of(model, len(labels), labels.device)
-        inputs = inputs | ({"use_cache": False} if past is None else {"use_cache": True, CACHE: past})
+        inputs = inputs | (
+            {"use_cache": False} if past is None else {"use_cache": True, CACHE: past}
+        )
         learned = (labels != -100).any(0)
         if not self.args.torch_compile and bool(learned.float().mean() <= 0.5):
-            # In half precision torch keeps what it has prepared for every number of rows that a product ever had on a CPU:
-            # gigabytes after some hundred steps, unless there are few such numbers
+            # In half precision torch keeps what it has prepared for every number of rows that a
+            # product ever had on a CPU: gigabytes after some hundred steps, unless there are few
+            # such numbers
             spare = -int(learned.sum()) % COLUMNS_OF_THE_HEAD
             targets = F.pad(labels[:, learned], (0, spare), value=-100)
             kept = F.pad(learned.nonzero().squeeze(1), (0, spare))
@@ -92,8 +104,11 @@ class PerplexityTrainer(Trainer):
         sums = ids.new_zeros(len(ids), 2, dtype=torch.float64)  # of each row's losses and tokens
         with self.accelerator.autocast():
             for _, losses, targets in stream_losses(model, **inputs, chunk=chunk):
-                sums += torch.stack([losses.sum(1, dtype=torch.float64), (targets != -100).sum(1)], 1)
-        self.evaluated += self.gather_function(sums).sum(0).cpu()  # without the rows that fill up the last batch
+                sums += torch.stack(
+                    [losses.sum(1, dtype=torch.float64), (targets != -100).sum(1)], 1
+                )
+        # without the rows that fill up the last batch
+        self.evaluated += self.gather_function(sums).sum(0).cpu()
         return None, None, None
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
@@ -103,6 +118,8 @@ class PerplexityTrainer(Trainer):
         found["loss"] = found["cross_entropy"]
         if self.args.report_to:  # otherwise they are only in metrics.jsonl and not printed
             for layer, heads in gate_values(self.model).items():
-                found |= {f"gates/layer_{layer}_head_{head}": value for head, value in enumerate(heads)}
+                found |= {
+                    f"gates/layer_{layer}_head_{head}": value for head, value in enumerate(heads)
+                }
         found = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         return output._replace(metrics={**output.metrics, **found})

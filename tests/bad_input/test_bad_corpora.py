@@ -1,4 +1,5 @@
-"""Corpora as the web has them: damaged, hostile or odd files are named, left out and listed, or read as they are."""
+"""Corpora as the web has them: damaged, hostile or odd files are named, left out and listed, or
+read as they are."""
 
 import bz2
 import csv
@@ -62,14 +63,20 @@ FILES = {
 }
 damages = st.one_of(
     st.tuples(st.just("cut"), st.floats(0, 0.99), st.just(b"")),
-    st.tuples(st.sampled_from(["replace", "insert"]), st.floats(0, 1), st.binary(min_size=1, max_size=9)),
+    st.tuples(
+        st.sampled_from(["replace", "insert"]), st.floats(0, 1), st.binary(min_size=1, max_size=9)
+    ),
 )
 
 
 def damaged(content: bytes, damage) -> bytes:
     kind, share, new = damage
     place = int(share * len(content))
-    return content[:place] + new + content[place + (len(content) if kind == "cut" else len(new) * (kind == "replace")) :]
+    return (
+        content[:place]
+        + new
+        + content[place + (len(content) if kind == "cut" else len(new) * (kind == "replace")) :]
+    )
 
 
 def read(source, log=None, **options) -> list[Document]:
@@ -80,8 +87,12 @@ def read(source, log=None, **options) -> list[Document]:
 def test_a_damaged_file_is_named_or_has_another_text(name, tmp_path):
     """Never another error."""
 
-    @settings(max_examples=8 if name == "a.parquet" else 40, deadline=None, derandomize=True,
-              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @settings(
+        max_examples=8 if name == "a.parquet" else 40,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(damages)
     def check(damage):
         (tmp_path / name).write_bytes(damaged(FILES[name], damage))
@@ -103,7 +114,11 @@ NAMED = {
     "other XML": ("a.xml", b"<html></html>", "no <TEI> document"),
     "gzip that is none": ("a.txt.gz", TEXT.encode(), "damaged or truncated"),
     "broken JSON": ("a.jsonl", LINES.encode() + b'{"text": "abc', "row 4 is not valid JSON"),
-    "deep JSON": ("a.jsonl", (LINES + "[" * 100_000 + "]" * 100_000).encode(), "row 4 is not valid JSON"),
+    "deep JSON": (
+        "a.jsonl",
+        (LINES + "[" * 100_000 + "]" * 100_000).encode(),
+        "row 4 is not valid JSON",
+    ),
     "ragged csv": ("a.csv", b"text,b\n1,2,3\n", "row 1 has more or fewer cells than the header"),
 }
 
@@ -166,27 +181,53 @@ def test_places(tmp_path):
 ODD = {
     "old macintosh": ("a.txt", TEXT.replace("\n", "\r").encode(), "line", 20),
     "windows paragraphs": ("a.txt", b"um dois\r\n\r\nquatro\r\n \r\nsete", "paragraph", 3),
-    "byte-order mark": ("a.jsonl", b"\xef\xbb\xbf" + LINES.replace("\n", "\r\n").encode(), "file", 3),
+    "byte-order mark": (
+        "a.jsonl",
+        b"\xef\xbb\xbf" + LINES.replace("\n", "\r\n").encode(),
+        "file",
+        3,
+    ),
     "the same id twice": ("a.jsonl", b'{"id": 1, "text": "a"}\n' * 3, "file", 3),
     "an address that is none": (
-        "a.xml", TEI.format(DOCUMENT.replace("<TEI>", '<TEI><teiHeader><fileDesc><sourceDesc><media url="http://[x"/>'
-                                             "</sourceDesc></fileDesc></teiHeader>")).encode(), "file", 1),
-}  # fmt: skip
+        "a.xml",
+        TEI.format(
+            DOCUMENT.replace(
+                "<TEI>",
+                '<TEI><teiHeader><fileDesc><sourceDesc><media url="http://[x"/>'
+                "</sourceDesc></fileDesc></teiHeader>",
+            )
+        ).encode(),
+        "file",
+        1,
+    ),
+}
 
 
 @pytest.mark.parametrize("case", ODD)
 def test_odd_files_are_read(case, tmp_path):
     name, content, unit, documents = ODD[case]
     (tmp_path / name).write_bytes(content)
-    found = read(tmp_path / name, text_unit=unit, prose_filter=name == "a.xml", prose_min_characters=1)
+    found = read(
+        tmp_path / name, text_unit=unit, prose_filter=name == "a.xml", prose_min_characters=1
+    )
     assert len(found) == len({document.id for document in found}) == documents
 
 
 def test_stretches_without_a_break_take_linear_time(tmp_path, capsys):
-    """The BPE's training took 280 s and more where this takes two: each of its merges read the whole stretch."""
+    """The BPE's training took 280 s and more where this takes two: each of its merges read the
+    whole stretch."""
     words = " ".join(f"{number:x}abc{number * 7919:x}" for number in range(4000))
     (tmp_path / "a.txt").write_text(words + "a" * 500_000 + words)
-    argv = ["--source", tmp_path / "a.txt", "--out", tmp_path / "out", "--context", 8, "--split_by", "block"]
+    argv = [
+        "--source",
+        tmp_path / "a.txt",
+        "--out",
+        tmp_path / "out",
+        "--context",
+        8,
+        "--split_by",
+        "block",
+    ]
     start = time.process_time()
     handled(load_recipe("prepare").main, [*argv, "--vocab_size", "2000"], capsys)
     assert time.process_time() - start < 30  # ten times what it takes, for slow machines

@@ -1,4 +1,5 @@
-"""Options and YAML files: every number has a range, and what is malformed is refused before anything is read or written."""
+"""Options and YAML files: every number has a range, and what is malformed is refused before
+anything is read or written."""
 
 import dataclasses
 import typing
@@ -21,7 +22,18 @@ NEEDED = {
     "ngram_baseline": ["--data", "x"],
     "prepare": ["--source", "x", "--out", "x"],
     "prepare_recall": ["--data", "x", "--out", "x"],
-    "model_card": ["--run", "x", "--out", "x", "--language", "pt", "--data_license", "x", "--prompt", "x"],
+    "model_card": [
+        "--run",
+        "x",
+        "--out",
+        "x",
+        "--language",
+        "pt",
+        "--data_license",
+        "x",
+        "--prompt",
+        "x",
+    ],
     "study": ["--out", "x"],
     "train": ["--data", "x", "--out", "x"],
 }
@@ -29,10 +41,13 @@ RECIPES = sorted(file.stem for file in (ROOT / "recipes").glob("*.py"))
 
 
 def numbers_of(recipe: str) -> dict[str, tuple[type, dict]]:
-    """The type and the metadata of each option that is a number, or a list of them, of a recipe's own and the corpora's."""
+    """The type and the metadata of each option that is a number, or a list of them, of a recipe's
+    own and the corpora's."""
     found = {}
     for name, kind in vars(load_recipe(recipe)).items():
-        if not (dataclasses.is_dataclass(kind) and name.endswith("Options") and name != "ModelOptions"):
+        if not (
+            dataclasses.is_dataclass(kind) and name.endswith("Options") and name != "ModelOptions"
+        ):
             continue  # the model's options are the library's
         hints = typing.get_type_hints(kind)
         for entry in dataclasses.fields(kind):
@@ -69,7 +84,13 @@ def test_every_number_has_a_range_that_help_shows_and_that_is_kept(recipe, capsy
         for value in [*beyond(kind, bounds), *(["nan", "inf"] if kind is float else [])]:
             words = [*NEEDED[recipe], f"--{name}={value}"]
             refused(main, words, capsys, f"--{name} must be {bounds_in_words(bounds)}, got {value}")
-        refused(main, [*NEEDED[recipe], f"--{name}={'many' if kind is float else 1.5}"], capsys, f"--{name}", code=2)
+        refused(
+            main,
+            [*NEEDED[recipe], f"--{name}={'many' if kind is float else 1.5}"],
+            capsys,
+            f"--{name}",
+            code=2,
+        )
 
 
 # --- malformed words of a command line ---
@@ -79,27 +100,70 @@ WORDS = {
     "abbreviated option": ("train", ["--learning", "1"], ["--learning"], 2),
     "choice": ("prepare", ["--split_by", "line"], ["--split_by", "document"], 2),
     "needed option empty": ("prepare", ["--out", ""], ["--out '' is empty"], 1),
-    "shares of all": ("prepare", ["--validation", "0.5", "--test", "0.5"], ["leave nothing for training"], 1),
-    "a mix of too much": ("prepare_recall", ["--mix", "facts=0.9", "text=0.2"], ["the shares sum to 1.1"], 1),
+    "shares of all": (
+        "prepare",
+        ["--validation", "0.5", "--test", "0.5"],
+        ["leave nothing for training"],
+        1,
+    ),
+    "a mix of too much": (
+        "prepare_recall",
+        ["--mix", "facts=0.9", "text=0.2"],
+        ["the shares sum to 1.1"],
+        1,
+    ),
     "no shape": ("benchmark", ["--shapes", "4096"], ["--shapes 4096", "4096x256"], 1),
-    "depths": ("evaluate_model", ["--task", "passkey", "--depths", "0.5", "3"], ["--depths 0.5 3.0", "from 0 to 1"], 1),
+    "depths": (
+        "evaluate_model",
+        ["--task", "passkey", "--depths", "0.5", "3"],
+        ["--depths 0.5 3.0", "from 0 to 1"],
+        1,
+    ),
     "nothing to study": ("study", [], ["--study"], 1),
-    "grid without values": ("study", ["--data", "x", "--grid", "score="], ["--grid score=", "OPTION=VALUE,VALUE"], 1),
-    "set of broken YAML": ("study", ["--data", "x", "--set", "train.seed=[1"], ["--set train.seed=[1", "not valid YAML"], 1),
+    "grid without values": (
+        "study",
+        ["--data", "x", "--grid", "score="],
+        ["--grid score=", "OPTION=VALUE,VALUE"],
+        1,
+    ),
+    "set of broken YAML": (
+        "study",
+        ["--data", "x", "--set", "train.seed=[1"],
+        ["--set train.seed=[1", "not valid YAML"],
+        1,
+    ),
 }
-DEVICES = {"benchmark": [], "generate": ["--prompt", "x"], "inspect_heads": ["--out", "y"], "model_card": ["--out", "y"]}
+DEVICES = {
+    "benchmark": [],
+    "generate": ["--prompt", "x"],
+    "inspect_heads": ["--out", "y"],
+    "model_card": ["--out", "y"],
+}
 DEVICES["evaluate_model"] = ["--text", "text"]
 for name, more in DEVICES.items():
-    WORDS[f"device of {name}"] = name, [*more, "--device", "cuda:77"], ["--device: cannot use cuda:77", "give cpu"], 1
+    WORDS[f"device of {name}"] = (
+        name,
+        [*more, "--device", "cuda:77"],
+        ["--device: cannot use cuda:77", "give cpu"],
+        1,
+    )
 
 
 @pytest.mark.parametrize("case", WORDS)
 def test_words(case, capsys, tmp_path, monkeypatch):
-    """Devices are tried before anything is loaded: model and data are missing, too, and that is not said."""
+    """Devices are tried before anything is loaded: model and data are missing, too, and that is not
+    said."""
     recipe, words, mentions, code = WORDS[case]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("x")
-    refused(load_recipe(recipe).main, [*NEEDED[recipe], *words], capsys, *mentions, keeps=tmp_path, code=code)
+    refused(
+        load_recipe(recipe).main,
+        [*NEEDED[recipe], *words],
+        capsys,
+        *mentions,
+        keeps=tmp_path,
+        code=code,
+    )
 
 
 # --- YAML ---
@@ -108,7 +172,10 @@ YAML = {
     "twice": ("context: 64\nseed: 1\ncontext: 128\n", "'context' twice: keep one"),
     "unknown": ("contxt: 64\n", "unknown option 'contxt'"),
     "an entry in an entry": ("context: {a: 1}\n", "context must be a value or a list of values"),
-    "a list for a number": ("context: [64, 128]\n", "config.yaml: context takes one value, got a list"),
+    "a list for a number": (
+        "context: [64, 128]\n",
+        "config.yaml: context takes one value, got a list",
+    ),
     "list": ("- context\n- 64\n", "got a list"),
     "deep": ("context: " + "[" * 5000, "not valid YAML"),
     "binary": (b"\x89PNG\r\n\x1a\n\0\0", "cannot be read"),
@@ -124,11 +191,20 @@ def test_yaml(case, capsys, tmp_path):
         file.mkdir()
     else:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    refused(load_recipe("prepare").main, [*NEEDED["prepare"], "--config", file], capsys, message, keeps=tmp_path)
+    refused(
+        load_recipe("prepare").main,
+        [*NEEDED["prepare"], "--config", file],
+        capsys,
+        message,
+        keeps=tmp_path,
+    )
 
 
 def test_values_of_yaml_are_checked_as_flags_are(capsys, tmp_path):
-    argv, main = [*NEEDED["prepare"], "--config", tmp_path / "config.yaml"], load_recipe("prepare").main
+    argv, main = (
+        [*NEEDED["prepare"], "--config", tmp_path / "config.yaml"],
+        load_recipe("prepare").main,
+    )
     (tmp_path / "config.yaml").write_text("validation: nan\n")
     refused(main, argv, capsys, "--validation must be greater than 0 and below 1, got nan")
     for text, message in (("context: 64.0\n", "'64.0'"), ("split_by: line\n", "'line'")):
@@ -140,7 +216,10 @@ STUDIES = {
     "section twice": ("train: {}\ntrain: {}\n", "has 'train' twice"),
     "unknown section": ("trian: {}\n", "no section 'trian'"),
     "section of another kind": ("train: [1]\n", "the section 'train'"),
-    "a list for one value": ("train: {seed: [1, 2]}\ngrid: {n_layer: [1]}\n", "unrecognised arguments: 2"),
+    "a list for one value": (
+        "train: {seed: [1, 2]}\ngrid: {n_layer: [1]}\n",
+        "unrecognised arguments: 2",
+    ),
     "grid without lists": ("grid: {score: dot}\n", "gives each option a list of values"),
 }
 

@@ -1,4 +1,5 @@
-"""Prepared folders of an earlier command: what another one would do to them, and that the first finds its rows again."""
+"""Prepared folders of an earlier command: what another one would do to them, and that the first
+finds its rows again."""
 
 import json
 import shutil
@@ -11,7 +12,17 @@ from corpora.biographies import biography_documents
 from running import load_recipe
 
 PREPARE = ["--vocab_size", "400", "--context", "64", "--validation", "0.2"]
-RECALL = ["--context", "64", "--rows", "8", "--validation_rows", "2", "--mix", "text=0.5", "codes=0.5"]
+RECALL = [
+    "--context",
+    "64",
+    "--rows",
+    "8",
+    "--validation_rows",
+    "2",
+    "--mix",
+    "text=0.5",
+    "codes=0.5",
+]
 prepare, prepare_recall = (load_recipe(name).main for name in ("prepare", "prepare_recall"))
 
 
@@ -36,26 +47,57 @@ def made(finished, tmp_path, monkeypatch) -> Path:
 
 REFUSED = {
     "no tokenizer": (prepare, ["--tokenizer", "./none"], "--tokenizer: there is no folder ./none"),
-    "long rows": (prepare, ["--context", "640000"], "too few for a block of 640,000; lower --context"),
+    "long rows": (
+        prepare,
+        ["--context", "640000"],
+        "too few for a block of 640,000; lower --context",
+    ),
     "all held out": (prepare, ["--max_documents", "1"], "leaves none to train on"),
     "no test rows": (prepare, ["--test", "0.01", "--context", "3000"], "lower --context"),
     "another field": (prepare, ["--text_field", "body"], "no text in the field 'body'"),
-    "a strict filter": (prepare, ["--prose_filter", "--prose_min_characters", "100000"], "no document is left"),
+    "a strict filter": (
+        prepare,
+        ["--prose_filter", "--prose_min_characters", "100000"],
+        "no document is left",
+    ),
     "source around it": (prepare, ["--source", "."], "is inside --source"),
     "over recall": (prepare, ["--out", "recall"], "is a folder of prepare_recall.py"),
     "rows of two tokens": (prepare_recall, ["--context", "2"], "give a longer --context"),
-    "rows in which nothing comes again": (prepare_recall, ["--context", "9", "--mix", "echo=1"], "would be learned"),
-    "no room for a fact": (prepare_recall, ["--context", "48", "--mix", "facts=1"], "give a longer --context"),
-    "no row of text": (prepare_recall, ["--context", "1000000", "--mix", "text=1"], "has no row of --context 1,000,000"),
-    "an unknown kind": (prepare_recall, ["--mix", "facts=0.5", "poems=0.5"], "--mix poems=0.5: give a kind (passkey,"),
-    "rows of recall as data": (prepare_recall, ["--data", "recall"], "holds recall rows itself; give"),
+    "rows in which nothing comes again": (
+        prepare_recall,
+        ["--context", "9", "--mix", "echo=1"],
+        "would be learned",
+    ),
+    "no room for a fact": (
+        prepare_recall,
+        ["--context", "48", "--mix", "facts=1"],
+        "give a longer --context",
+    ),
+    "no row of text": (
+        prepare_recall,
+        ["--context", "1000000", "--mix", "text=1"],
+        "has no row of --context 1,000,000",
+    ),
+    "an unknown kind": (
+        prepare_recall,
+        ["--mix", "facts=0.5", "poems=0.5"],
+        "--mix poems=0.5: give a kind (passkey,",
+    ),
+    "rows of recall as data": (
+        prepare_recall,
+        ["--data", "recall"],
+        "holds recall rows itself; give",
+    ),
     "itself as data": (prepare_recall, ["--out", "data"], "is --data itself"),
 }
 
 
 def sums(folder: Path) -> dict:
     """The hashes of the rows of a finished folder."""
-    return {name: split["sha256"] for name, split in json.loads((folder / "manifest.json").read_text())["splits"].items()}
+    return {
+        name: split["sha256"]
+        for name, split in json.loads((folder / "manifest.json").read_text())["splits"].items()
+    }
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -88,7 +130,18 @@ def test_a_run_that_is_stopped_in_between_goes_on(made, capsys, monkeypatch):
             raise KeyboardInterrupt
         return real(*arguments)
 
-    argv = [str(word) for word in ("--source", made / "text.jsonl", "--out", made / "data", *PREPARE, "--context", "32")]
+    argv = [
+        str(word)
+        for word in (
+            "--source",
+            made / "text.jsonl",
+            "--out",
+            made / "data",
+            *PREPARE,
+            "--context",
+            "32",
+        )
+    ]
     monkeypatch.setattr(blocks, "write_rows", stops_at_the_second)
     with pytest.raises(SystemExit) as stop:
         prepare(argv)

@@ -1,4 +1,5 @@
-"""Places that cannot be written, hold something else or are full: one line, and nothing that was there is touched."""
+"""Places that cannot be written, hold something else or are full: one line, and nothing that was
+there is touched."""
 
 import contextlib
 import resource
@@ -31,8 +32,28 @@ def words_of(name: str, base, out) -> list:
         "evaluate_model": ["--model", run, "--data", data, "--out", out],
         "model_card": ["--run", run, "--out", out, *CARD],
         "study": ["--runs", run, "--data", data, "--out", out],
-        "prepare": ["--source", data.parent / "text.jsonl", "--tokenizer", "characters", "--context", 16, "--out", out],
-        "prepare_recall": ["--data", data, "--out", out, "--rows", 2, "--mix", "text=1", "--context", 8],
+        "prepare": [
+            "--source",
+            data.parent / "text.jsonl",
+            "--tokenizer",
+            "characters",
+            "--context",
+            16,
+            "--out",
+            out,
+        ],
+        "prepare_recall": [
+            "--data",
+            data,
+            "--out",
+            out,
+            "--rows",
+            2,
+            "--mix",
+            "text=1",
+            "--context",
+            8,
+        ],
         "generate": ["--model", run],
     }[name]
 
@@ -41,7 +62,13 @@ def words_of(name: str, base, out) -> list:
 def test_places_that_cannot_be_written(base, tmp_path, capsys, name):
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path / "file" / "out", tmp_path / ("x" * 300), "/proc/hf_infini/out"):
-        refused(load_recipe(name).main, words_of(name, base, out), capsys, str(out).removesuffix("/out"), keeps=tmp_path)
+        refused(
+            load_recipe(name).main,
+            words_of(name, base, out),
+            capsys,
+            str(out).removesuffix("/out"),
+            keeps=tmp_path,
+        )
 
 
 @pytest.mark.parametrize("name", ["train", "model_card", "study", "prepare", "prepare_recall"])
@@ -58,10 +85,21 @@ def test_folders_of_something_else(base, tmp_path, capsys, name):
 
 def test_files_of_something_else(base, tmp_path, capsys):
     out = shutil.copytree(small_run(base), tmp_path / "out")
-    for content, file in (("mine", "notes.json"), ('{"mine": 1}', "mine.json"), ("[" * 100_000, "deep.json")):
+    for content, file in (
+        ("mine", "notes.json"),
+        ('{"mine": 1}', "mine.json"),
+        ("[" * 100_000, "deep.json"),
+    ):
         (out / file).write_text(content)
         words = words_of("evaluate_model", base, out / file.partition(".")[0])
-        refused(load_recipe("evaluate_model").main, words, capsys, str(out / file), "choose another --out", keeps=tmp_path)
+        refused(
+            load_recipe("evaluate_model").main,
+            words,
+            capsys,
+            str(out / file),
+            "choose another --out",
+            keeps=tmp_path,
+        )
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -79,13 +117,17 @@ def test_inputs_that_are_not_there(base, tmp_path, capsys, name):
             refused(load_recipe(name).main, [*words, option, place], capsys, str(place))
 
 
-# --- a full disk ------------------------------------------------------------------------------------------------------
+# --- a full disk
+# --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def full_disk(size: int):
     """Within it, no file gets more than so many bytes, as on a disk that is full."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
@@ -116,4 +158,6 @@ def test_a_full_disk_keeps_the_last_checkpoint(base, tmp_path, capsys, size):
         load_recipe("train").main(training(small_data(base), run))
     assert contents(run / "checkpoint-4") == before
     load_recipe("train").main(training(small_data(base), run))
-    assert (run / "model.safetensors").read_bytes() == (small_run(base) / "model.safetensors").read_bytes()
+    assert (run / "model.safetensors").read_bytes() == (
+        small_run(base) / "model.safetensors"
+    ).read_bytes()

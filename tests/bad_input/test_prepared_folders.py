@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 from bad_input import refused
 from cli import UserError
 from running import load_recipe
-from small_runs import DAMAGES, cut, entry, flip, remove, small_data, small_run, text, training, without
+from small_runs import (
+    DAMAGES,
+    cut,
+    entry,
+    flip,
+    remove,
+    small_data,
+    small_run,
+    text,
+    training,
+    without,
+)
 from support.prepared import open_rows, read_tokenizer
 
 
@@ -22,13 +33,19 @@ def data(base, tmp_path):
 
 
 def test_whatever_is_damaged_is_named(base, data, tmp_path):
-    files = [file for split in ("validation", "tokenizer") for file in sorted((data / split).iterdir())]
-    files = [file.relative_to(data) for file in files if file.name != "stage.json"] + ["manifest.json"]
+    files = [
+        file for split in ("validation", "tokenizer") for file in sorted((data / split).iterdir())
+    ]
+    files = [file.relative_to(data) for file in files if file.name != "stage.json"] + [
+        "manifest.json"
+    ]
     assert len(files) > 5
     # Arrow files and tokenizers say nothing of a bit that changes no token
     harmless = {"tokenizer_config.json", "dataset_info.json", "state.json", "tokenizer.json"}
 
-    @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    )
     @given(st.sampled_from(files), st.sampled_from(list(DAMAGES.values())))
     def check(name, damage):
         shutil.rmtree(data)
@@ -40,7 +57,8 @@ def test_whatever_is_damaged_is_named(base, data, tmp_path):
         except UserError as error:
             assert str(data) in str(error) and "recipes/prepare.py" in str(error)
         else:
-            assert (data / name).name in harmless or (str(name), damage) == ("manifest.json", flip)  # of a path in it
+            # of a path in it
+            assert (data / name).name in harmless or (str(name), damage) == ("manifest.json", flip)
 
     check()
 
@@ -87,7 +105,11 @@ CASES = {
 def test_what_is_no_prepared_folder(case, base, data, tmp_path, capsys):
     CASES[case](data)
     words = ["--model", small_run(base), "--data", data, "--out", tmp_path / "found"]
-    remedy = "prepare it again with --validation" if case == "manifest without a split" else "recipes/prepare.py"
+    remedy = (
+        "prepare it again with --validation"
+        if case == "manifest without a split"
+        else "recipes/prepare.py"
+    )
     refused(load_recipe("evaluate_model").main, words, capsys, str(data), remedy, keeps=data)
     assert not (tmp_path / "found.json").exists()
 
@@ -102,7 +124,18 @@ def test_all_readers_refuse(recipe, base, data, tmp_path, capsys):
         "study": ["--runs", small_run(base), "--data", data, "--out", out],
         "ngram_baseline": ["--data", data],
         "dilute": training(small_data(base), out, "--dilute_with", data),
-        "prepare_recall": ["--data", data, "--out", out, "--rows", 2, "--mix", "text=1", "--context", 8],
+        "prepare_recall": [
+            "--data",
+            data,
+            "--out",
+            out,
+            "--rows",
+            2,
+            "--mix",
+            "text=1",
+            "--context",
+            8,
+        ],
     }[recipe]
     main = load_recipe("train" if recipe == "dilute" else recipe).main
     refused(main, words, capsys, str(data), keeps=data)
@@ -112,18 +145,53 @@ def test_all_readers_refuse(recipe, base, data, tmp_path, capsys):
 @pytest.mark.parametrize("damage", [cut, remove, text('{"id": "a"}\n')])
 def test_held_out_documents(base, data, tmp_path, capsys, damage):
     damage(data / "validation_documents.jsonl")
-    words = ["--model", small_run(base), "--data", data, "--length", 32, "--out", tmp_path / "found"]
-    refused(load_recipe("evaluate_model").main, words, capsys, str(data / "validation_documents.jsonl"), keeps=data)
+    words = [
+        "--model",
+        small_run(base),
+        "--data",
+        data,
+        "--length",
+        32,
+        "--out",
+        tmp_path / "found",
+    ]
+    refused(
+        load_recipe("evaluate_model").main,
+        words,
+        capsys,
+        str(data / "validation_documents.jsonl"),
+        keeps=data,
+    )
 
 
 def test_rows_of_another_tokenizer(base, tmp_path, capsys):
     """Of as many tokens as the model's: no id is out of range."""
     source = tmp_path / "text.jsonl"
     lines = (small_data(base).parent / "text.jsonl").read_text().splitlines()
-    others = [{"text": json.loads(line)["text"].translate(str.maketrans("aeiou", "äëïöü"))} for line in lines]
+    others = [
+        {"text": json.loads(line)["text"].translate(str.maketrans("aeiou", "äëïöü"))}
+        for line in lines
+    ]
     source.write_text("".join(json.dumps(line) + "\n" for line in others))
-    words = ["--source", source, "--tokenizer", "characters", "--context", 16, "--out", tmp_path / "data"]
+    words = [
+        "--source",
+        source,
+        "--tokenizer",
+        "characters",
+        "--context",
+        16,
+        "--out",
+        tmp_path / "data",
+    ]
     load_recipe("prepare").main([*map(str, words), "--validation", "0.15"])
     words = ["--model", small_run(base), "--data", tmp_path / "data", "--out", tmp_path / "found"]
     main = load_recipe("evaluate_model").main
-    refused(main, words, capsys, str(tmp_path / "data"), "another tokenizer", "--tokenizer", keeps=tmp_path / "data")
+    refused(
+        main,
+        words,
+        capsys,
+        str(tmp_path / "data"),
+        "another tokenizer",
+        "--tokenizer",
+        keeps=tmp_path / "data",
+    )

@@ -18,7 +18,8 @@ TEXT = "o rato roeu a roupa do rei de roma\n" * 60
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """Folders of models with their tokenizer: "learned" has 64 positions, "any" reads texts of any length."""
+    """Folders of models with their tokenizer: "learned" has 64 positions, "any" reads texts of any
+    length."""
     base = tmp_path_factory.mktemp("models")
     tokenizer = train_bpe([TEXT], 300)
     for name, model in (
@@ -41,7 +42,10 @@ def without_vocabulary(folder):
 
 BPE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 TOKENIZERS = {
-    "cut": (lambda folder: (folder / BPE).write_bytes(b'{"version": "1.0", "tru'), "cannot be loaded"),
+    "cut": (
+        lambda folder: (folder / BPE).write_bytes(b'{"version": "1.0", "tru'),
+        "cannot be loaded",
+    ),
     "no end of text": (lambda folder: (folder / CONFIG).unlink(), "no end-of-text token"),
 }
 
@@ -53,7 +57,18 @@ def test_tokenizers(case, tmp_path, capsys, monkeypatch):
     (tmp_path / "text.txt").write_text(TEXT)
     train_bpe([TEXT], 300).save_pretrained(tmp_path / "tokenizer")
     change(tmp_path / "tokenizer")
-    argv = ["--source", "text.txt", "--split_by", "block", "--context", "8", "--tokenizer", "./tokenizer", "--out", "out"]
+    argv = [
+        "--source",
+        "text.txt",
+        "--split_by",
+        "block",
+        "--context",
+        "8",
+        "--tokenizer",
+        "./tokenizer",
+        "--out",
+        "out",
+    ]
     refused(load_recipe("prepare").main, argv, capsys, "--tokenizer ./tokenizer", message)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
@@ -83,9 +98,17 @@ def test_a_text_that_the_tokenizer_does_not_know_is_told_once(tmp_path, capsys):
 
 
 def test_prompts_of_standard_input(models, capsys, monkeypatch):
-    for content, message in ((b"\xff", "cannot read standard input"), (LONG, "64 learned positions")):
+    for content, message in (
+        (b"\xff", "cannot read standard input"),
+        (LONG, "64 learned positions"),
+    ):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-        refused(load_recipe("generate").main, ["--model", models / "learned", "--device", "cpu"], capsys, message)
+        refused(
+            load_recipe("generate").main,
+            ["--model", models / "learned", "--device", "cpu"],
+            capsys,
+            message,
+        )
 
 
 def test_odd_prompts_are_continued(models, capsys):
@@ -112,11 +135,23 @@ def test_tokenizers_without_special_tokens(needs, models, tmp_path, capsys):
 TEXTS = {
     "no file": ("generate", ["--prompt_file", "gone"], "--prompt_file gone"),
     "a long prompt": ("generate", ["--prompt_file", "long"], "this model has 64 learned positions"),
-    "a prompt and what is asked for": ("generate", ["--prompt", "o", "--max_new_tokens", "64"], "64 learned positions"),
+    "a prompt and what is asked for": (
+        "generate",
+        ["--prompt", "o", "--max_new_tokens", "64"],
+        "64 learned positions",
+    ),
     "empty to inspect": ("inspect_heads", ["--text_file", "empty"], "the text is empty"),
     "binary": ("evaluate_model", ["--text", "binary", "--length", "32"], "binary"),
-    "too long rows": ("evaluate_model", ["--text", "long", "--length", "500"], "64 learned positions"),
-    "no text in its lines": ("evaluate_model", ["--text", "row.jsonl", "--length", "32"], "no text in the field 'text'"),
+    "too long rows": (
+        "evaluate_model",
+        ["--text", "long", "--length", "500"],
+        "64 learned positions",
+    ),
+    "no text in its lines": (
+        "evaluate_model",
+        ["--text", "row.jsonl", "--length", "32"],
+        "no text in the field 'text'",
+    ),
 }
 
 
@@ -124,7 +159,12 @@ TEXTS = {
 def test_texts(case, models, tmp_path, capsys, monkeypatch):
     recipe, options, *mentions = TEXTS[case]
     monkeypatch.chdir(tmp_path)
-    files = {"binary": b"\x89PNG\xff\0", "latin": "ação".encode("latin-1"), "long": LONG, "empty": b""}
+    files = {
+        "binary": b"\x89PNG\xff\0",
+        "latin": "ação".encode("latin-1"),
+        "long": LONG,
+        "empty": b"",
+    }
     files["row.jsonl"] = b'{"txt": 1}\n'
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)

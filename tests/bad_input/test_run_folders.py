@@ -1,4 +1,5 @@
-"""Damaged run folders: a run goes on from the last checkpoint that is whole and says so, a finished one is not believed."""
+"""Damaged run folders: a run goes on from the last checkpoint that is whole and says so, a finished
+one is not believed."""
 
 import shutil
 
@@ -7,7 +8,17 @@ import pytest
 from bad_input import refused
 from cli import UserError
 from running import load_recipe, losses, result
-from small_runs import cut, entry, remove, small_data, small_run, stopped_run, text, training, without
+from small_runs import (
+    cut,
+    entry,
+    remove,
+    small_data,
+    small_run,
+    stopped_run,
+    text,
+    training,
+    without,
+)
 from training import setup
 
 CARD = ["--language", "en", "--data_license", "none", "--prompt", "To"]
@@ -24,10 +35,13 @@ def go_on(base, run, capsys, monkeypatch) -> str:
     return refused(train.main, training(small_data(base), run), capsys, "it trains", prints=True)
 
 
-# --- going on ---------------------------------------------------------------------------------------------------------
+# --- going on
+# --------------------------------------------------------------------------------------------------
 
 
-def test_without_a_whole_checkpoint_it_begins_again_and_says_so(base, tmp_path, capsys, monkeypatch):
+def test_without_a_whole_checkpoint_it_begins_again_and_says_so(
+    base, tmp_path, capsys, monkeypatch
+):
     run = stopped_run(base, tmp_path / "run")
     for name in ("checkpoint-4", "checkpoint-6"):
         (run / name / "complete.json").unlink()
@@ -36,13 +50,18 @@ def test_without_a_whole_checkpoint_it_begins_again_and_says_so(base, tmp_path, 
     assert not (run / "checkpoint-6").exists()
 
 
-def test_what_goes_on_from_the_checkpoint_before_ends_as_if_nothing_had_happened(base, tmp_path, capsys):
+def test_what_goes_on_from_the_checkpoint_before_ends_as_if_nothing_had_happened(
+    base, tmp_path, capsys
+):
     """Also where its metrics are damaged."""
     run = stopped_run(base, tmp_path / "run")
     (run / "checkpoint-6" / "complete.json").unlink()
     text('{"step": 1}\n{"st')(run / "metrics.jsonl")
     train.main(training(small_data(base), run))
-    assert "checkpoint-6 was not written to the end: going on from checkpoint-4" in capsys.readouterr().err
+    assert (
+        "checkpoint-6 was not written to the end: going on from checkpoint-4"
+        in capsys.readouterr().err
+    )
     assert losses(run) == losses(small_run(base))
     assert result(run)["cross_entropy"] == result(small_run(base))["cross_entropy"]
 
@@ -51,10 +70,18 @@ def test_what_goes_on_from_the_checkpoint_before_ends_as_if_nothing_had_happened
 def test_a_damaged_run_json(base, tmp_path, capsys, damage):
     run = stopped_run(base, tmp_path / "run")
     damage(run / "run.json")
-    refused(train.main, training(small_data(base), run), capsys, "run.json", "choose another --out", keeps=run)
+    refused(
+        train.main,
+        training(small_data(base), run),
+        capsys,
+        "run.json",
+        "choose another --out",
+        keeps=run,
+    )
 
 
-# --- finished runs ----------------------------------------------------------------------------------------------------
+# --- finished runs
+# --------------------------------------------------------------------------------------------------
 
 FINISHED = {
     "result.json remove": ("result.json", remove),
@@ -78,7 +105,11 @@ def test_a_damaged_finished_run_is_not_believed(base, finished, tmp_path, capsys
     for main, words, *mentions in (
         (study.main, ["--runs", finished, "--data", data, "--out", tmp_path / "study"], name),
         (model_card.main, ["--run", finished, "--out", tmp_path / "card", *CARD], name),
-        *([] if case == "result.json remove" else [(train.main, training(data, finished), name, "delete")]),
+        *(
+            []
+            if case == "result.json remove"
+            else [(train.main, training(data, finished), name, "delete")]
+        ),
     ):
         refused(main, words, capsys, str(finished), *mentions, keeps=finished)
     assert not (tmp_path / "card").exists()
@@ -87,9 +118,14 @@ def test_a_damaged_finished_run_is_not_believed(base, finished, tmp_path, capsys
 def test_numbers_that_json_has_not_are_no_result(base, tmp_path, capsys, monkeypatch):
     from evaluation import perplexity
 
-    run, found = stopped_run(base, tmp_path / "run"), {"cross_entropy": float("nan"), "perplexity": 1.0, "tokens": 1}
+    run, found = (
+        stopped_run(base, tmp_path / "run"),
+        {"cross_entropy": float("nan"), "perplexity": 1.0, "tokens": 1},
+    )
     monkeypatch.setattr(perplexity, "measure_perplexity", lambda *_, **options: found)
-    refused(train.main, training(small_data(base), run), capsys, "result.json", "NaN", "--learning_rate")
+    refused(
+        train.main, training(small_data(base), run), capsys, "result.json", "NaN", "--learning_rate"
+    )
     assert not (run / "result.json").exists()
 
 
@@ -98,4 +134,10 @@ def test_damaged_evaluations(base, finished, tmp_path, capsys, damage):
     file = finished / "evaluation_long.json"
     file.write_text('{"perplexity": 2.5}')
     damage(file)
-    refused(model_card.main, ["--run", finished, "--out", tmp_path / "card", *CARD], capsys, str(file), keeps=finished)
+    refused(
+        model_card.main,
+        ["--run", finished, "--out", tmp_path / "card", *CARD],
+        capsys,
+        str(file),
+        keeps=finished,
+    )

@@ -1,4 +1,5 @@
-"""The verdict on bad input: a recipe ends with one line that says what is wrong, and leaves what was there as it was."""
+"""The verdict on bad input: a recipe ends with one line that says what is wrong, and leaves what
+was there as it was."""
 
 import hashlib
 from pathlib import Path
@@ -7,15 +8,30 @@ import pytest
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """The hash of every file under a folder by its relative name; locks and links' targets do not count."""
-    files = [file for file in sorted(Path(folder).rglob("*")) if file.is_file() and ".stages" not in file.parts]
-    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    """The hash of every file under a folder by its relative name; locks and links' targets do not
+    count."""
+    files = [
+        file
+        for file in sorted(Path(folder).rglob("*"))
+        if file.is_file() and ".stages" not in file.parts
+    ]
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+    }
 
 
 def refused(
-    main, argv, capsys, *mentions: str, keeps: Path | None = None, code: int = 1, prints: bool = False
+    main,
+    argv,
+    capsys,
+    *mentions: str,
+    keeps: Path | None = None,
+    code: int = 1,
+    prints: bool = False,
 ) -> str:
-    """Runs a recipe's `main` in this process and checks that it refuses its input; returns the line it prints at the end.
+    """Runs a recipe's `main` in this process and checks that it refuses its input; returns the line
+    it prints at the end.
 
     Args:
         main: the function, decorated with `cli.exit_on_error`.
@@ -39,12 +55,15 @@ def refused(
         assert text in line, f"{text!r} is not in: {line}"
     if keeps:
         after = contents(keeps)
-        assert after == before, {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+        assert after == before, {
+            name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+        }
     return errors if prints else line
 
 
 def handled(main, argv, capsys, *mentions: str) -> str:
-    """Runs a recipe's `main` in this process, which must take its input as it is; returns what it prints.
+    """Runs a recipe's `main` in this process, which must take its input as it is; returns what it
+    prints.
 
     Args:
         main, argv, capsys: as for [`refused`].

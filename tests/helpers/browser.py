@@ -1,4 +1,5 @@
-"""Pages in a real browser, without a window: what they looked like to a reader, and what went wrong."""
+"""Pages in a real browser, without a window: what they looked like to a reader, and what went
+wrong."""
 
 import html
 import json
@@ -9,16 +10,26 @@ from pathlib import Path
 
 import pytest
 
-BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSERS = (
+    "chromium",
+    "chromium-headless-shell",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+)
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-needs_browser = pytest.mark.skipif(BROWSER is None, reason=f"no browser is installed: none of {', '.join(BROWSERS)}")
+needs_browser = pytest.mark.skipif(
+    BROWSER is None, reason=f"no browser is installed: none of {', '.join(BROWSERS)}"
+)
 
 # In a page in front of everything else: what it says went wrong
 WATCH = """<script>
 var wrong = []; // also for the page around a frame
-addEventListener("error", event => wrong.push(event.message || `not loaded: ${event.target.src}`), true);
+addEventListener("error", event =>
+  wrong.push(event.message || `not loaded: ${event.target.src}`), true);
 addEventListener("unhandledrejection", event => wrong.push(String(event.reason)));
-addEventListener("securitypolicyviolation", event => wrong.push(`${event.violatedDirective} ${event.blockedURI}`));
+addEventListener("securitypolicyviolation", event =>
+  wrong.push(`${event.violatedDirective} ${event.blockedURI}`));
 for (const name of ["error", "warn"]) console[name] = (...said) => wrong.push(said.join(" "));
 </script>"""
 # At its end: the steps, one after the other, and after each what is wider than the page
@@ -28,18 +39,24 @@ VISIT = """<script>
   for (const step of STEPS) {
     const value = await step();
     await new Promise(done => setTimeout(done, 600));
-    found.push({value, width: innerWidth, overflow: document.documentElement.scrollWidth - innerWidth,
-      language: document.documentElement.lang, address: location.hash, text: document.body.innerText});
+    found.push({value, width: innerWidth,
+      overflow: document.documentElement.scrollWidth - innerWidth,
+      language: document.documentElement.lang, address: location.hash,
+      text: document.body.innerText});
   }
   parent.postMessage(JSON.stringify({found, wrong}), "*");
 })();
 </script>"""
 # Around it: a browser's window has a least width, a frame in it has none
-FRAME = """<!DOCTYPE html><script>addEventListener("message", event => document.body.dataset.report = event.data)</script>
-<body><iframe src="page.html{address}" width="{width}" height="{height}" style="border: 0"></iframe></body>"""
+FRAME = """<!DOCTYPE html><script>
+addEventListener("message", event => document.body.dataset.report = event.data)</script>
+<body><iframe src="page.html{address}" width="{width}" height="{height}"
+style="border: 0"></iframe></body>"""
 
 
-def visit(page: str, folder: Path, steps: list[str], *, width: int, height: int = 800, address: str = "") -> list[dict]:
+def visit(
+    page: str, folder: Path, steps: list[str], *, width: int, height: int = 800, address: str = ""
+) -> list[dict]:
     """Opens the page, `width` pixels wide, and takes the steps, JavaScript functions.
 
     Returns:
@@ -57,14 +74,30 @@ def visit(page: str, folder: Path, steps: list[str], *, width: int, height: int 
     report = report_of((folder / "frame.html").as_uri(), folder)
     assert not report["wrong"], report["wrong"]
     for step, found in zip(steps, report["found"], strict=True):
-        assert found["width"] == width and found["overflow"] <= 0, (step, found["width"], found["overflow"])
+        assert found["width"] == width and found["overflow"] <= 0, (
+            step,
+            found["width"],
+            found["overflow"],
+        )
     return report["found"]
 
 
 def report_of(address: str, folder: Path, seconds: int = 120):
-    """What a page leaves in `document.body.dataset.report`, as JSON; the browser keeps its files in `folder`."""
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}"]
-    command += [f"--virtual-time-budget={500 * seconds}", "--window-size=1400,900", "--dump-dom", address]
+    """What a page leaves in `document.body.dataset.report`, as JSON; the browser keeps its files in
+    `folder`."""
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={folder / 'browser'}",
+    ]
+    command += [
+        f"--virtual-time-budget={500 * seconds}",
+        "--window-size=1400,900",
+        "--dump-dom",
+        address,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     report = re.search(r' data-report="([^"]*)"', done.stdout)
     assert report, f"the page did not get to its end: {done.stderr[-2000:]}"

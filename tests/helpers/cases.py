@@ -29,7 +29,8 @@ class Case:
     options: dict = field(default_factory=dict)
 
     def leaves(self) -> list[torch.Tensor]:
-        """Fresh copies that ask for gradients: query, key, value, gate, then log weights and scores if any."""
+        """Fresh copies that ask for gradients: query, key, value, gate, then log weights and scores
+        if any."""
         tensors = [self.query, self.key, self.value, self.gate]
         tensors += [self.options[name] for name in TENSORS[3:] if name in self.options]
         return [tensor.detach().clone().requires_grad_() for tensor in tensors]
@@ -40,7 +41,8 @@ class Case:
         return self.segment_length, self.options["local_segments"], *others
 
     def call(self, function, leaves=None, cuts=(), state=None):
-        """Runs the case in one call, or in one call for each part between `cuts`; returns the output and the last state."""
+        """Runs the case in one call, or in one call for each part between `cuts`; returns the
+        output and the last state."""
         query, key, value, gate, *others = leaves or self.leaves()
         names = [name for name in TENSORS[3:] if name in self.options]
         whole = dict(self.options) | dict(zip(names, others, strict=False))
@@ -53,14 +55,17 @@ class Case:
                     option = option[:, :, begin:end] if name in TENSORS else option[:, begin:end]
                 options[name] = option
             parts = [tensor[:, :, begin:end] for tensor in (query, key, value)]
-            output, state = function(*parts, gate, self.segment_length, state=state, return_state=True, **options)
+            output, state = function(
+                *parts, gate, self.segment_length, state=state, return_state=True, **options
+            )
             outputs.append(output)
         return torch.cat(outputs, 2), state
 
 
 def random_case(seed: int | random.Random, dtype=torch.float32, **fixed) -> Case:
-    """A small problem of random shape: any of ragged padding, packing, grouped heads, sinks, log weights, rotary,
-    soft cap. What is drawn first of each choice is the simplest; [`cases`] shrinks to it."""
+    """A small problem of random shape: any of ragged padding, packing, grouped heads, sinks, log
+    weights, rotary, soft cap. What is drawn first of each choice is the simplest; [`cases`] shrinks
+    to it."""
     pick = seed if isinstance(seed, random.Random) else random.Random(seed)
     draw = torch.Generator().manual_seed(seed if isinstance(seed, int) else pick.randrange(1000))
 
@@ -70,29 +75,42 @@ def random_case(seed: int | random.Random, dtype=torch.float32, **fixed) -> Case
     def chance(percent: int) -> bool:
         return pick.randrange(100) >= 100 - percent
 
-    batch, kv_heads, heads_per_key = pick.choice([1, 2, 3]), pick.choice([1, 2]), pick.choice([1, 2, 3])
+    batch, kv_heads, heads_per_key = (
+        pick.choice([1, 2, 3]),
+        pick.choice([1, 2]),
+        pick.choice([1, 2, 3]),
+    )
     tokens, width = pick.choice([1, 2, 5, 7, 12, 17, 33]), pick.choice([2, 4, 8])
     value_width = pick.choice([width, width, width + 1])
     if "width" in fixed:  # of heads and values
         width = value_width = fixed.pop("width")
     picked = pick.choice(UPDATE_RULES)
-    options = {"update_rule": fixed.get("update_rule", picked), "local_segments": pick.choice([0, 0, 1, 2])}
+    options = {
+        "update_rule": fixed.get("update_rule", picked),
+        "local_segments": pick.choice([0, 0, 1, 2]),
+    }
     rule = RULES[options["update_rule"]]
     options["feature_map"] = pick.choice(["elu", "elu", "exp"])
     if chance(50):
-        options["attention_mask"] = torch.rand(batch, tokens, generator=draw) < pick.choice([0.3, 0.8])
+        options["attention_mask"] = torch.rand(batch, tokens, generator=draw) < pick.choice(
+            [0.3, 0.8]
+        )
     if chance(50):
         starts = torch.rand(batch, tokens, generator=draw) < 0.15
         columns = torch.arange(tokens).expand(batch, tokens)
         options["position_ids"] = columns - torch.where(starts, columns, 0).cummax(1).values
     if chance(30):
         options["memory_mask"] = torch.rand(batch, tokens, generator=draw) < 0.7
-        # Some rows begin with tokens of which none is written, often whole segments and sometimes all of them
+        # Some rows begin with tokens of which none is written, often whole segments and sometimes
+        # all of them
         unwritten = torch.randint(0, tokens + 1, (batch, 1), generator=draw)
-        options["memory_mask"] &= torch.arange(tokens) >= unwritten * (torch.rand(batch, 1, generator=draw) < 0.7)
+        options["memory_mask"] &= torch.arange(tokens) >= unwritten * (
+            torch.rand(batch, 1, generator=draw) < 0.7
+        )
     if chance(30 if rule.normalised else 80):
         weights = normal(batch, kv_heads, tokens, rule.rates)
-        options["log_weight"] = weights if rule.normalised else F.logsigmoid(weights)  # rates up to 1
+        # rates up to 1
+        options["log_weight"] = weights if rule.normalised else F.logsigmoid(weights)
     segment_length = fixed.pop("segment_length", pick.choice([1, 2, 3, 4, 5, 8, 40]))
     if chance(40):
         options["sink_tokens"] = pick.randrange(min(segment_length, 5))
@@ -131,7 +149,9 @@ def cases(dtype=torch.float64, **fixed) -> st.SearchStrategy[Case]:
     return st.randoms(use_true_random=False).map(lambda pick: random_case(pick, dtype, **fixed))
 
 
-def cut_cases(dtype=torch.float64, make=random_case, **fixed) -> st.SearchStrategy[tuple[Case, list[int]]]:
+def cut_cases(
+    dtype=torch.float64, make=random_case, **fixed
+) -> st.SearchStrategy[tuple[Case, list[int]]]:
     """Random cases, and where to cut each into cached calls."""
 
     def drawn(pick: random.Random):
@@ -142,15 +162,27 @@ def cut_cases(dtype=torch.float64, make=random_case, **fixed) -> st.SearchStrate
 
 
 def examples(count: int) -> settings:
-    """How many a test tries, the same each time; with HF_INFINI_EXAMPLES=2000 so many, and others in every run."""
+    """How many a test tries, the same each time; with HF_INFINI_EXAMPLES=2000 so many, and others
+    in every run."""
     asked = int(os.environ.get("HF_INFINI_EXAMPLES", 0))
-    checks = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+    checks = {
+        "deadline": None,
+        "database": None,
+        "suppress_health_check": list(HealthCheck),
+        "print_blob": True,
+    }
     return settings(max_examples=asked or count, derandomize=not asked, **checks)
 
 
-def rotary_of(segment_length: int, options: dict, width: int, dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary positions for the windows of a case, with wavelengths that small windows tell apart."""
-    window = (segment_length, *(options.get(name, 0) for name in ("local_segments", "sink_tokens", "kept_tokens")))
+def rotary_of(
+    segment_length: int, options: dict, width: int, dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary positions for the windows of a case, with wavelengths that small windows tell
+    apart."""
+    window = (
+        segment_length,
+        *(options.get(name, 0) for name in ("local_segments", "sink_tokens", "kept_tokens")),
+    )
     return rotation(torch.arange(places_of(*window)), width, dtype, theta=20.0)
 
 
@@ -162,44 +194,68 @@ def random_cuts(seed: int | random.Random, tokens: int) -> list[int]:
 
 
 def state_before(case: Case) -> InfiniState:
-    """A state that the case goes on from, all of whose numbers ask for gradients: the one that it leaves itself. Where it
-    has positions, those of its first document go on."""
+    """A state that the case goes on from, all of whose numbers ask for gradients: the one that it
+    leaves itself. Where it has positions, those of its first document go on."""
     state = case.call(naive_infini_attention)[1]
     if (positions := case.options.get("position_ids")) is not None:
         first = (positions == 0).cumsum(1) == 1
         case.options["position_ids"] = positions + first * (state.last_position + 1).unsqueeze(1)
-    return replace(state, **{n: t.detach().requires_grad_() for n, t in state.tensors().items() if t.is_floating_point()})
+    return replace(
+        state,
+        **{
+            n: t.detach().requires_grad_()
+            for n, t in state.tensors().items()
+            if t.is_floating_point()
+        },
+    )
 
 
-def empty_places(state, segment_length: int, local_segments: int, sink_tokens: int, kept_tokens: int) -> torch.Tensor:
+def empty_places(
+    state, segment_length: int, local_segments: int, sink_tokens: int, kept_tokens: int
+) -> torch.Tensor:
     """`[batch, places]` bool: the places of a state's window for which no token has come yet."""
     seen = state.tokens_seen.unsqueeze(1)
     places = torch.arange((local_segments + 1) * segment_length)
     current = (seen // segment_length - local_segments) * segment_length + places
     sinks = torch.arange(sink_tokens).expand(len(seen), -1)
-    kept = torch.zeros_like(sinks[:, :0]) if state.kept_position is None else state.kept_position[:, 0]
+    kept = (
+        torch.zeros_like(sinks[:, :0]) if state.kept_position is None else state.kept_position[:, 0]
+    )
     token = torch.cat([sinks, torch.where(kept < 0, -1, 0), current], 1)
     return (token < 0) | (token >= seen)
 
 
 def gradients(case: Case, function, cuts=(), state=None, seed=0) -> tuple:
-    """Output, final state, and the gradients of a random sum over both for every input, and for all of the state that asks
-    for one."""
+    """Output, final state, and the gradients of a random sum over both for every input, and for all
+    of the state that asks for one."""
     leaves = case.leaves()
     output, final = case.call(function, leaves, cuts, state)
-    wanted = leaves + ([] if state is None else [tensor for tensor in state.tensors().values() if tensor.requires_grad])
+    wanted = leaves + (
+        []
+        if state is None
+        else [tensor for tensor in state.tensors().values() if tensor.requires_grad]
+    )
     draw = torch.Generator().manual_seed(seed)
     total = sum(leaf.sum() * 0 for leaf in wanted)  # every leaf is part of the graph, used or not
-    empty = empty_places(final, *case.window())[:, None, :, None]  # where a given window's zeros may be left
+    # where a given window's zeros may be left
+    empty = empty_places(final, *case.window())[:, None, :, None]
     windows = [window.masked_fill(empty, 0) for window in final.windows()[:3] if window is not None]
     for tensor in (output, final.memory, final.normaliser, *windows):
-        total = total + (tensor * torch.randn(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.dtype)).sum()
+        total = (
+            total
+            + (
+                tensor
+                * torch.randn(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.dtype)
+            ).sum()
+        )
     return output, final, torch.autograd.grad(total, wanted)
 
 
-def assert_equals_reference(case: Case, function, tolerance: float, cuts=(), state=None, of_gradients=None) -> None:
-    """The function's output, last state and gradients, its calls cut or not, are those of the naive reference in one call;
-    `of_gradients`: their tolerance where it is another."""
+def assert_equals_reference(
+    case: Case, function, tolerance: float, cuts=(), state=None, of_gradients=None
+) -> None:
+    """The function's output, last state and gradients, its calls cut or not, are those of the naive
+    reference in one call; `of_gradients`: their tolerance where it is another."""
     output, final, found = gradients(case, function, cuts, state)
     wanted, wanted_final, wanted_gradients = gradients(case, naive_infini_attention, (), state)
     torch.testing.assert_close(output, wanted, rtol=tolerance, atol=tolerance)
@@ -208,14 +264,26 @@ def assert_equals_reference(case: Case, function, tolerance: float, cuts=(), sta
 
 
 def assert_same_state(left: InfiniState, right: InfiniState, tolerance: float) -> None:
-    names = ("memory", "normaliser", "local_key", "local_value", "local_log_weight", "local_score", "kept_position")
+    names = (
+        "memory",
+        "normaliser",
+        "local_key",
+        "local_value",
+        "local_log_weight",
+        "local_score",
+        "kept_position",
+    )
     for name in (*names, "tokens_seen", "last_position", "memory_tokens"):
         one, other = getattr(left, name), getattr(right, name)
         assert (one is None) == (other is None), name
         if one is not None:
-            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                one, other, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
     nothing = torch.zeros(left.local_key.shape[0], left.local_key.shape[2], dtype=torch.bool)
-    skipped = [nothing if state.local_skipped is None else state.local_skipped for state in (left, right)]
+    skipped = [
+        nothing if state.local_skipped is None else state.local_skipped for state in (left, right)
+    ]
     assert torch.equal(*skipped), "local_skipped"
 
 
@@ -226,20 +294,38 @@ def assert_same_gradients(left, right, tolerance: float) -> None:
         assert one.shape == other.shape
         if not other.numel():  # of a normaliser that there is not
             continue
-        # A gradient whose terms cancel, as a query's does that sees a single key, keeps the rounding of the terms; how
-        # large they are the other gradients tell
+        # A gradient whose terms cancel, as a query's does that sees a single key, keeps the
+        # rounding of the terms; how large they are the other gradients tell
         scale = max(float(other.abs().max()), 0.05 * largest)
         difference = float((one - other).abs().max())
-        assert difference <= tolerance * scale, f"gradient {number}: difference {difference:.1e} at scale {scale:.1e}"
+        assert difference <= tolerance * scale, (
+            f"gradient {number}: difference {difference:.1e} at scale {scale:.1e}"
+        )
 
 
 def plain_case(
-    batch=2, heads=2, kv_heads=2, tokens=24, width=4, value_width=None, dtype=torch.float64, seed=0, segment_length=5,
+    batch=2,
+    heads=2,
+    kv_heads=2,
+    tokens=24,
+    width=4,
+    value_width=None,
+    dtype=torch.float64,
+    seed=0,
+    segment_length=5,
     **options,
-):  # fmt: skip
-    """The arguments of a call in one dtype, nothing special about them, as a [`Case`]; values as wide as keys by default."""
+):
+    """The arguments of a call in one dtype, nothing special about them, as a [`Case`]; values as
+    wide as keys by default."""
     draw = torch.Generator().manual_seed(seed)
     rows = batch, kv_heads, tokens
-    shapes = [(batch, heads, tokens, width), (*rows, width), (*rows, value_width or width), (heads,)]
-    tensors = [torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
+    shapes = [
+        (batch, heads, tokens, width),
+        (*rows, width),
+        (*rows, value_width or width),
+        (heads,),
+    ]
+    tensors = [
+        torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
     return Case(*tensors, segment_length, {"update_rule": "linear", "local_segments": 0} | options)

@@ -22,8 +22,15 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
 # What the families need beside these sizes
 OPTIONS = {
-    "apertus": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "low_freq_factor": 1.0}
-                | {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
+    "apertus": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 12e6,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+        }
+        | {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    },
     "cohere2": MIXED,
     "exaone4": MIXED,
     "exaone_moe": EXPERTS | {"num_experts": 4} | MIXED,
@@ -39,12 +46,13 @@ OPTIONS = {
     "olmo3": MIXED,
     "olmoe": EXPERTS | {"num_experts": 4},
     "qwen3_moe": EXPERTS | {"num_experts": 4},
-}  # fmt: skip
+}
 TYPES = ("gpt2", *(name for name in PROBED if name in CONFIG_MAPPING))
 
 
 def decoder(model_type: str, **options):
-    """A model for language of this type, in evaluation mode, whose weights are large enough to tell layers apart."""
+    """A model for language of this type, in evaluation mode, whose weights are large enough to tell
+    layers apart."""
     config_class = CONFIG_MAPPING[model_type]
     given = SIZES | OPTIONS.get(model_type, {}) | options
     known = config_class.__dataclass_fields__.keys() | config_class.attribute_map.keys()
@@ -60,4 +68,6 @@ def decoder(model_type: str, **options):
 
 def token_ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
     """Random ordinary tokens."""
-    return torch.randint(3, SIZES["vocab_size"], (batch, tokens), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        3, SIZES["vocab_size"], (batch, tokens), generator=torch.Generator().manual_seed(seed)
+    )

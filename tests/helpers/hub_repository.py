@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 
 WRITE, READ = "hf_dummyWrites", "hf_dummyReads"
-ACCOUNTS = {WRITE: ("user", "write"), READ: ("user", "read")}  # the name of who has the token, and its role
+# the name of who has the token, and its role
+ACCOUNTS = {WRITE: ("user", "write"), READ: ("user", "read")}
 
 
 class RefusalError(Exception):
@@ -26,7 +27,9 @@ class Repository:
     @classmethod
     def create(cls, folder: Path, private: bool) -> "Repository":
         (folder / "blobs").mkdir(parents=True)
-        (folder / "repo.json").write_text(json.dumps({"private": private, "heads": {}, "commits": {}}))
+        (folder / "repo.json").write_text(
+            json.dumps({"private": private, "heads": {}, "commits": {}})
+        )
         repository = cls(folder)
         entry = repository.keep(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n")
         repository.commit("main", "initial commit", {".gitattributes": entry})

@@ -1,7 +1,7 @@
 """A small Hub on loopback for the real huggingface_hub client: repositories, commits, downloads.
 
-It speaks of the Hub's protocol what publishing and loading a small model need. What it refuses it refuses as the Hub does,
-by status and X-Error-Code.
+It speaks of the Hub's protocol what publishing and loading a small model need. What it refuses it
+refuses as the Hub does, by status and X-Error-Code.
 """
 
 import base64
@@ -43,7 +43,8 @@ class HubServer:
         self.refuse = []
 
     def stop(self) -> None:
-        self._server.should_exit = self._server.force_exit = True  # a client keeps connections for its next request
+        # a client keeps connections for its next request
+        self._server.should_exit = self._server.force_exit = True
         self._thread.join()
 
     def has(self, repo_id: str) -> bool:
@@ -82,7 +83,9 @@ def application(hub: HubServer) -> FastAPI:
 
     @app.exception_handler(RefusalError)
     def refused(request: Request, refusal: RefusalError):
-        headers = {"X-Error-Message": str(refusal)} | ({"X-Error-Code": refusal.code} if refusal.code else {})
+        headers = {"X-Error-Message": str(refusal)} | (
+            {"X-Error-Code": refusal.code} if refusal.code else {}
+        )
         return JSONResponse(refusal.content, refusal.status, headers)
 
     @app.middleware("http")
@@ -106,8 +109,12 @@ def application(hub: HubServer) -> FastAPI:
         repo_id = f"{owner}/{given['name']}"
         check_writer(owner, request)
         if hub.has(repo_id):
-            raise RefusalError(409, "You already created this model repo", url=f"{hub.url}/{repo_id}")
-        Repository.create(hub.root / repo_id, given.get("visibility") == "private" or bool(given.get("private")))
+            raise RefusalError(
+                409, "You already created this model repo", url=f"{hub.url}/{repo_id}"
+            )
+        Repository.create(
+            hub.root / repo_id, given.get("visibility") == "private" or bool(given.get("private"))
+        )
         return {"url": f"{hub.url}/{repo_id}", "name": repo_id}
 
     @app.post("/api/validate-yaml")
@@ -115,10 +122,19 @@ def application(hub: HubServer) -> FastAPI:
         """The structure of the metadata that the Hub insists on."""
         match = re.match(r"---\n(.*?)\n---\n", (await request.json())["content"], re.DOTALL)
         data, errors = yaml.safe_load(match[1]) if match else {}, []
-        for result in (result for model in data.get("model-index", []) for result in model["results"]):
-            wanted = [(result.get("task", {}), {"type"}), (result.get("dataset", {}), {"type", "name"})]
+        for result in (
+            result for model in data.get("model-index", []) for result in model["results"]
+        ):
+            wanted = [
+                (result.get("task", {}), {"type"}),
+                (result.get("dataset", {}), {"type", "name"}),
+            ]
             wanted += [(metric, {"type", "value"}) for metric in result.get("metrics", [{}])]
-            errors += [{"message": f"{names - found.keys()} missing"} for found, names in wanted if names - found.keys()]
+            errors += [
+                {"message": f"{names - found.keys()} missing"}
+                for found, names in wanted
+                if names - found.keys()
+            ]
         if errors:
             raise RefusalError(400, "Invalid metadata", errors=errors)
         return {"errors": [], "warnings": []}
@@ -128,7 +144,11 @@ def application(hub: HubServer) -> FastAPI:
     def info(owner: str, name: str, request: Request, revision: str = "main"):
         repository = hub.readable(f"{owner}/{name}", request)
         siblings = [{"rfilename": path} for path in repository.files(revision)]
-        found = {"id": f"{owner}/{name}", "private": repository.state["private"], "sha": repository.find(revision)}
+        found = {
+            "id": f"{owner}/{name}",
+            "private": repository.state["private"],
+            "sha": repository.find(revision),
+        }
         return found | {"siblings": siblings}
 
     @app.get(MODEL + "/tree/{revision}")
@@ -136,7 +156,11 @@ def application(hub: HubServer) -> FastAPI:
     def tree(owner: str, name: str, revision: str, request: Request, path: str = ""):
         """All files in a folder, also in those in it."""
         files = hub.readable(f"{owner}/{name}", request).files(revision)
-        found = [{"type": "file", "path": file} | entry for file, entry in sorted(files.items()) if file.startswith(path)]
+        found = [
+            {"type": "file", "path": file} | entry
+            for file, entry in sorted(files.items())
+            if file.startswith(path)
+        ]
         if path and not found:
             raise RefusalError(404, f"{path} does not exist", "EntryNotFound")
         return found
@@ -168,7 +192,11 @@ def application(hub: HubServer) -> FastAPI:
             else:
                 raise RefusalError(400, f"unknown operation {kind}")
         oid = repository.commit(revision, title, files)
-        return {"success": True, "commitOid": oid, "commitUrl": f"{hub.url}/{owner}/{name}/commit/{oid}"}
+        return {
+            "success": True,
+            "commitOid": oid,
+            "commitUrl": f"{hub.url}/{owner}/{name}/commit/{oid}",
+        }
 
     @app.api_route("/{owner}/{name}/resolve/{revision}/{path:path}", methods=["GET", "HEAD"])
     def resolve(owner: str, name: str, revision: str, path: str, request: Request):
@@ -176,7 +204,11 @@ def application(hub: HubServer) -> FastAPI:
         headers = {"X-Repo-Commit": repository.find(revision)}
         entry = repository.files(revision).get(path)
         if entry is None:
-            return JSONResponse({"error": "Entry not found"}, 404, headers | {"X-Error-Code": "EntryNotFound"})
-        return Response(repository.read(path, revision), headers=headers | {"ETag": f'"{entry["oid"]}"'})
+            return JSONResponse(
+                {"error": "Entry not found"}, 404, headers | {"X-Error-Code": "EntryNotFound"}
+            )
+        return Response(
+            repository.read(path, revision), headers=headers | {"ETag": f'"{entry["oid"]}"'}
+        )
 
     return app

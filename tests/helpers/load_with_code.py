@@ -1,9 +1,11 @@
-"""Loads models by the code that was saved with them, where hf_infini is not installed; test_hub_code.py runs it.
+"""Loads models by the code that was saved with them, where hf_infini is not installed;
+test_hub_code.py runs it.
 
     python -I load_with_code.py IDS OUT SOURCE …
 
-IDS is a safetensors file with `ids` `[batch, tokens]`, a SOURCE the folder of a model or the name of a repository. For each,
-`OUT/NUMBER` receives what the model computes (`numbers.safetensors`) and the model, saved again (`again`).
+IDS is a safetensors file with `ids` `[batch, tokens]`, a SOURCE the folder of a model or the name
+of a repository. For each, `OUT/NUMBER` receives what the model computes (`numbers.safetensors`) and
+the model, saved again (`again`).
 """
 
 import importlib.util
@@ -17,8 +19,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 @torch.no_grad()
 def numbers(model, base, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Logits `[batch, tokens, vocabulary]` of a language model, hidden states `[batch, tokens, width]` of the model inside
-    it, and the tokens, logits and bytes of cache of a short and a longer continuation."""
+    """Logits `[batch, tokens, vocabulary]` of a language model, hidden states `[batch, tokens,
+    width]` of the model inside it, and the tokens, logits and bytes of cache of a short and a
+    longer continuation."""
     found = {"logits": model(ids).logits, "hidden": base(ids).last_hidden_state}
     for new in (4, 24):
         output = model.generate(

@@ -12,7 +12,9 @@ from hf_infini import (
 )
 
 FLOAT32 = 1e-4  # of logits up to about 30, through three layers
-SIZES = dict(vocab_size=89, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
+SIZES = dict(
+    vocab_size=89, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0
+)
 # The position encodings of the from-scratch model, and what its tokens see
 POSITIONS = ("learned", "sinusoidal", "relative_key", "t5", "alibi", "rope", "none")
 REACHES = {
@@ -24,13 +26,15 @@ REACHES = {
 
 
 def gpt2(seed=0, **options) -> GPT2LMHeadModel:
-    """A GPT-2 in evaluation mode whose attention is far from uniform: ten times the usual scale of weights."""
+    """A GPT-2 in evaluation mode whose attention is far from uniform: ten times the usual scale of
+    weights."""
     torch.manual_seed(seed)
     return GPT2LMHeadModel(GPT2Config(**SIZES | {"initializer_range": 0.2} | options)).eval()
 
 
 def infini_gpt2(seed=0, **options) -> InfiniGPT2LMHeadModel:
-    """The same with Infini-attention; gates spread from −1 to 1 so that local attention and memory both matter."""
+    """The same with Infini-attention; gates spread from −1 to 1 so that local attention and memory
+    both matter."""
     torch.manual_seed(seed)
     options = SIZES | {"initializer_range": 0.2, "segment_length": 8} | options
     model = InfiniGPT2LMHeadModel(InfiniGPT2Config(**options)).eval()
@@ -40,7 +44,8 @@ def infini_gpt2(seed=0, **options) -> InfiniGPT2LMHeadModel:
 
 
 def causal_mha(seed=0, **options) -> CausalMHAForCausalLM:
-    """A model from scratch of the same sizes, its tables, score weights and convolutions far from their small starts."""
+    """A model from scratch of the same sizes, its tables, score weights and convolutions far from
+    their small starts."""
     torch.manual_seed(seed)
     encoding = options.get("position_encoding")
     small = {"max_distance": 12} if encoding in ("relative_key", "t5") else {}
@@ -57,7 +62,8 @@ def causal_mha(seed=0, **options) -> CausalMHAForCausalLM:
 
 
 def with_rates(model):
-    """The model with rates of the gated delta rule that differ from token to token, so that memories forget."""
+    """The model with rates of the gated delta rule that differ from token to token, so that
+    memories forget."""
     for name, parameter in model.named_parameters():
         if name.endswith("memory_rates"):
             parameter.data.normal_(std=0.3)
@@ -96,14 +102,20 @@ def left_padded(rows: list[torch.Tensor]) -> dict:
 
 def generate(model, new=20, **options):
     """Always `new` tokens: rows that ended early would be compared on padding."""
-    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0} | options
+    options = {
+        "max_new_tokens": new,
+        "min_new_tokens": new,
+        "do_sample": False,
+        "pad_token_id": 0,
+    } | options
     with torch.no_grad():
         return model.generate(**options)
 
 
 @torch.no_grad()
 def in_calls(model, ids, edges, cache=None, **columns) -> torch.Tensor:
-    """Logits of cached calls between the edges, of which the first is 0 for a new cache; `columns` are cut likewise."""
+    """Logits of cached calls between the edges, of which the first is 0 for a new cache; `columns`
+    are cut likewise."""
     logits = []
     for begin, end in zip(edges, edges[1:], strict=False):
         parts = {name: tensor[:, begin:end] for name, tensor in columns.items()}
@@ -115,8 +127,13 @@ def in_calls(model, ids, edges, cache=None, **columns) -> torch.Tensor:
 
 def naive_attend(call):
     """Stands in for the fast function inside a model; covers calls without padding or packing."""
-    given = {name: getattr(call.layout, name) for name in ("segment_length", "local_segments", "sink_tokens")}
+    given = {
+        name: getattr(call.layout, name)
+        for name in ("segment_length", "local_segments", "sink_tokens")
+    }
     given |= {name: getattr(call.rule, name) for name in ("update_rule", "feature_map")}
-    given |= {name: getattr(call.softmax, name) for name in ("rotary", "turn", "scaling", "softcap")}
+    given |= {
+        name: getattr(call.softmax, name) for name in ("rotary", "turn", "scaling", "softcap")
+    }
     given |= {"log_weight": call.tokens.log_weight, "state": call.state, "return_state": True}
     return *naive_infini_attention(*call.tokens[:3], call.gate, **given), None

@@ -1,4 +1,5 @@
-"""Runs a function on several gloo processes, forked from a server that has imported the libraries and done nothing."""
+"""Runs a function on several gloo processes, forked from a server that has imported the libraries
+and done nothing."""
 
 import contextlib
 import faulthandler
@@ -16,7 +17,8 @@ from torch import distributed
 
 
 def on_ranks(function, size: int, *arguments, seconds: int = 200) -> list:
-    """What `function(*arguments)` returned or raised on each rank of a process group of this size."""
+    """What `function(*arguments)` returned or raised on each rank of a process group of this
+    size."""
     context = multiprocessing.get_context("forkserver")
     ours = ["hf_infini.tools.training", "hf_infini.tools.parallel"]
     context.set_forkserver_preload(["transformers.trainer", "datasets", *ours])
@@ -33,8 +35,14 @@ def on_ranks(function, size: int, *arguments, seconds: int = 200) -> list:
                     rank, answer = answers.get(timeout=1)
                     found[rank] = answer
                     continue
-                gone = [rank for rank, process in enumerate(processes) if rank not in found and not process.is_alive()]
-                assert not gone and time.monotonic() < deadline, f"ranks {gone} ended without an answer; there are {found}"
+                gone = [
+                    rank
+                    for rank, process in enumerate(processes)
+                    if rank not in found and not process.is_alive()
+                ]
+                assert not gone and time.monotonic() < deadline, (
+                    f"ranks {gone} ended without an answer; there are {found}"
+                )
         finally:
             for process in processes:
                 process.join(5)
@@ -53,7 +61,8 @@ def run_as_rank(name: str, *commands: list) -> list:
 
 
 def ended_well(answers: list) -> str:
-    """What the first command printed to standard error on the first rank; all of [`run_as_rank`] must have ended well."""
+    """What the first command printed to standard error on the first rank; all of [`run_as_rank`]
+    must have ended well."""
     for answer in answers:
         assert isinstance(answer, list) and all(done.returncode == 0 for done in answer), answers
     return answers[0][0].stderr

@@ -27,7 +27,9 @@ def encoder(kind: str):
 @functools.cache
 def filler(kind: str) -> Filler:
     (blank_line, *documents), end = encoder(kind)(["\n\n", *TEXTS]), tokenizer(kind).eos_token_id
-    return Filler(np.concatenate([np.append(document, end) for document in documents]), end, blank_line)
+    return Filler(
+        np.concatenate([np.append(document, end) for document in documents]), end, blank_line
+    )
 
 
 def text_at(kind: str, example, span: tuple[int, int]) -> str:
@@ -37,6 +39,12 @@ def text_at(kind: str, example, span: tuple[int, int]) -> str:
 def assert_answered(kind: str, example):
     """Every question has the answer's tokens, with the space in front, at both of its places."""
     for question in example.questions:
-        assert text_at(kind, example, question.stated) == text_at(kind, example, question.asked) == f" {question.answer}"
-        places = [example.tokens[first : last + 1] for first, last in (question.stated, question.asked)]
+        assert (
+            text_at(kind, example, question.stated)
+            == text_at(kind, example, question.asked)
+            == (f" {question.answer}")
+        )
+        places = [
+            example.tokens[first : last + 1] for first, last in (question.stated, question.asked)
+        ]
         assert np.array_equal(*places) and question.stated[1] < question.asked[0]

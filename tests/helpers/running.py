@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from support import stages
 
 ROOT = Path(__file__).parents[2]
-DATA = Path(os.environ.get("HF_INFINI_DATA", ROOT.parent / "shared" / "data"))  # real text, where there is some
+# real text, where there is some
+DATA = Path(os.environ.get("HF_INFINI_DATA", ROOT.parent / "shared" / "data"))
 CONTEXT = 64
 SIZES = ["--n_layer", "2", "--n_embd", "32", "--n_head", "2", "--use_cpu", "true"]
 
@@ -38,18 +39,23 @@ def load_recipe(name: str):
 
 
 def run(*command, check: bool = True) -> subprocess.CompletedProcess:
-    """Runs a command in the repository; two threads in all, so that distributed runs do not crowd each other out."""
+    """Runs a command in the repository; two threads in all, so that distributed runs do not crowd
+    each other out."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert not check or done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done
 
 
 def run_recipe(name: str, *argv, check: bool = True) -> subprocess.CompletedProcess:
-    """[`run`] of a recipe in this process, without the seconds that imports take: what it prints and its exit status."""
+    """[`run`] of a recipe in this process, without the seconds that imports take: what it prints
+    and its exit status."""
     words, code = [*map(str, argv)], 0
     with (
-        mock.patch.object(sys, "argv", [f"recipes/{name}.py", *words]),  # results record the command
+        # results record the command
+        mock.patch.object(sys, "argv", [f"recipes/{name}.py", *words]),
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as errors,
     ):
@@ -62,8 +68,9 @@ def run_recipe(name: str, *argv, check: bool = True) -> subprocess.CompletedProc
 
 
 def kill_when(ready, name: str, *argv, seconds: int = 200) -> None:
-    """Starts a recipe in a process and kills it, without a chance to clean up, as soon as `ready()` is true. The process is
-    forked from a server that has imported the libraries and done nothing."""
+    """Starts a recipe in a process and kills it, without a chance to clean up, as soon as `ready()`
+    is true. The process is forked from a server that has imported the libraries and done
+    nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["transformers.trainer", "datasets", "hf_infini.tools.training"])
     with tempfile.NamedTemporaryFile("r") as log:
@@ -101,7 +108,8 @@ def sample_text() -> str:
     draw = random.Random(0)
     syllables = [first + second for first in "bcdfghjklmnpqrstvwxyz" for second in "aeiou"]
     words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(500)]
-    verses = (" ".join(draw.choices(words, k=6)) for _ in range(1100))  # lines as long as Shakespeare's
+    # lines as long as Shakespeare's
+    verses = (" ".join(draw.choices(words, k=6)) for _ in range(1100))
     lines = (f"{verse.capitalize()}{draw.choice(',.;:?!-_()')}" for verse in verses)
     return "To be, or not to be\n" + "\n".join(lines)
 
@@ -110,7 +118,9 @@ def write_documents(file: Path, text: str, lines: int) -> None:
     """A JSON-lines file of documents: so many lines of the text each."""
     found = text.splitlines()
     texts = ["\n".join(found[start : start + lines]) for start in range(0, len(found), lines)]
-    rows = [json.dumps({"id": f"{number:03}", "text": text}) + "\n" for number, text in enumerate(texts)]
+    rows = [
+        json.dumps({"id": f"{number:03}", "text": text}) + "\n" for number, text in enumerate(texts)
+    ]
     file.write_text("".join(rows), encoding="utf-8")
 
 
@@ -127,19 +137,62 @@ def prepared_data(base: Path) -> Path:
 
 @functools.cache
 def straight_run(base: Path) -> Path:
-    """An uninterrupted run of an infini model with segment positions, dropout and more than two epochs."""
+    """An uninterrupted run of an infini model with segment positions, dropout and more than two
+    epochs."""
     run_recipe("train", *infini_options(prepared_data(base)), "--out", base / "straight")
     return base / "straight"
 
 
 def infini_options(data: Path) -> list:
-    options = ["--data", data, *SIZES, "--attention", "infini", "--segment_length", 16, "--position_encoding", "segment"]
-    options += ["--dropout", 0.1, "--batch_size", 32, "--gradient_accumulation", 2, "--epochs", 2.5, "--save_steps", 3]
-    return options + ["--eval_steps", 5, "--eval_rows", 16, "--logging_steps", 2, "--learning_rate", 0.005]
+    options = [
+        "--data",
+        data,
+        *SIZES,
+        "--attention",
+        "infini",
+        "--segment_length",
+        16,
+        "--position_encoding",
+        "segment",
+    ]
+    options += [
+        "--dropout",
+        0.1,
+        "--batch_size",
+        32,
+        "--gradient_accumulation",
+        2,
+        "--epochs",
+        2.5,
+        "--save_steps",
+        3,
+    ]
+    return options + [
+        "--eval_steps",
+        5,
+        "--eval_rows",
+        16,
+        "--logging_steps",
+        2,
+        "--learning_rate",
+        0.005,
+    ]
 
 
 def self_options(data: Path) -> list:
-    options = ["--data", data, *SIZES, "--attention", "self", "--batch_size", 4, "--max_steps", 5, "--eval_steps", 2]
+    options = [
+        "--data",
+        data,
+        *SIZES,
+        "--attention",
+        "self",
+        "--batch_size",
+        4,
+        "--max_steps",
+        5,
+        "--eval_steps",
+        2,
+    ]
     return options + ["--logging_steps", 1, "--save_steps", 2, "--precision", "float32"]
 
 
@@ -149,24 +202,79 @@ def result(folder: Path) -> dict:
 
 def losses(folder: Path) -> list[tuple]:
     lines = stages.read_jsonl(folder / "metrics.jsonl")
-    return [(line["step"], line.get("train_loss"), line.get("eval_loss"), line.get("gates")) for line in lines]
+    return [
+        (line["step"], line.get("train_loss"), line.get("eval_loss"), line.get("gates"))
+        for line in lines
+    ]
 
 
 # --- the model from scratch ---
 
 KINDS = {
-    "global": ["--score", "additive", "--position_encoding", "t5", "--num_buckets", "8", "--max_distance", "20"],
-    "local": ["--sliding_window", "5", "--position_encoding", "rope", "--rope_theta", "100", "--n_inner", "48"],
+    "global": [
+        "--score",
+        "additive",
+        "--position_encoding",
+        "t5",
+        "--num_buckets",
+        "8",
+        "--max_distance",
+        "20",
+    ],
+    "local": [
+        "--sliding_window",
+        "5",
+        "--position_encoding",
+        "rope",
+        "--rope_theta",
+        "100",
+        "--n_inner",
+        "48",
+    ],
     "infini": ["--segment_length", "16", "--score", "dot", "--gate_init", "-1", "--dropout", "0.1"],
-    "none": ["--position_encoding", "sinusoidal", "--tie_word_embeddings", "true", "--activation_function", "relu"],
+    "none": [
+        "--position_encoding",
+        "sinusoidal",
+        "--tie_word_embeddings",
+        "true",
+        "--activation_function",
+        "relu",
+    ],
 }
 STEPS = 9
 
 
 def causal_mha_options(base, kind: str) -> list[str]:
-    options = ["--model", "causal_mha", "--attention", kind, *KINDS[kind], "--data", str(prepared_data(base)), *SIZES]
-    options += ["--batch_size", "16", "--gradient_accumulation", "1", "--max_steps", str(STEPS), "--learning_rate", "0.01"]
-    return options + ["--eval_steps", "3", "--save_steps", "3", "--logging_steps", "1", "--precision", "float32"]
+    options = [
+        "--model",
+        "causal_mha",
+        "--attention",
+        kind,
+        *KINDS[kind],
+        "--data",
+        str(prepared_data(base)),
+        *SIZES,
+    ]
+    options += [
+        "--batch_size",
+        "16",
+        "--gradient_accumulation",
+        "1",
+        "--max_steps",
+        str(STEPS),
+        "--learning_rate",
+        "0.01",
+    ]
+    return options + [
+        "--eval_steps",
+        "3",
+        "--save_steps",
+        "3",
+        "--logging_steps",
+        "1",
+        "--precision",
+        "float32",
+    ]
 
 
 def trained(base, kind: str):
@@ -189,12 +297,17 @@ def continuations(capsys, *options) -> list[dict]:
 
 def greedy(folder, prompt: str, count: int) -> str:
     """The likeliest token again and again, each from a fresh pass over everything before it."""
-    net, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    net, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     start = len(ids)
     for _ in range(count):
         with torch.no_grad():
-            ids.append(net(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item())
+            ids.append(
+                net(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item()
+            )
         if ids[-1] == tokenizer.eos_token_id:
             break
     return tokenizer.decode(ids[start:], skip_special_tokens=True)

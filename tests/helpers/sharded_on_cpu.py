@@ -1,8 +1,9 @@
-"""Runs a script as accelerate's FSDP2 or DeepSpeed on CPU processes: `accelerate launch … sharded_on_cpu.py SCRIPT …`, or a
-recipe on the ranks of [`ranks.on_ranks`].
+"""Runs a script as accelerate's FSDP2 or DeepSpeed on CPU processes: `accelerate launch …
+sharded_on_cpu.py SCRIPT …`, or a recipe on the ranks of [`ranks.on_ranks`].
 
-torch and DeepSpeed shard on CPUs as well, over gloo; accelerate does not ask them to where it was told of a CPU, or knows
-its processes by the name of several CPUs. Under the name of several GPUs it does all that it does there, on its device.
+torch and DeepSpeed shard on CPUs as well, over gloo; accelerate does not ask them to where it was
+told of a CPU, or knows its processes by the name of several CPUs. Under the name of several GPUs it
+does all that it does there, on its device.
 """
 
 import os
@@ -28,8 +29,15 @@ def sharded(self, *args, cpu: bool = False, **kwargs):
 
 
 def run_as_sharded_rank(config_file, name: str, command: list) -> list:
-    """[`ranks.run_as_rank`] with the environment that `accelerate launch --config_file` gives its processes."""
-    given = ["--config_file", str(config_file), "--num_processes", str(distributed.get_world_size()), name]
+    """[`ranks.run_as_rank`] with the environment that `accelerate launch --config_file` gives its
+    processes."""
+    given = [
+        "--config_file",
+        str(config_file),
+        "--num_processes",
+        str(distributed.get_world_size()),
+        name,
+    ]
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(given))
     os.environ |= prepare_multi_gpu_env(arguments)
     AcceleratorState.__init__ = sharded

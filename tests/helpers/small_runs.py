@@ -1,4 +1,5 @@
-"""A tiny prepared folder and a tiny run on it, made in this process, and how their files are damaged."""
+"""A tiny prepared folder and a tiny run on it, made in this process, and how their files are
+damaged."""
 
 import functools
 import json
@@ -8,8 +9,14 @@ from pathlib import Path
 
 from running import load_recipe, sample_text, write_documents
 
-WORDS = "--n_layer 1 --n_embd 16 --n_head 2 --segment_length 4 --position_encoding rope --max_steps 6 --batch_size 4"
-WORDS += " --gradient_accumulation 1 --save_steps 2 --eval_steps 3 --eval_rows 4 --use_cpu true --precision float32"
+WORDS = (
+    "--n_layer 1 --n_embd 16 --n_head 2 --segment_length 4 --position_encoding rope "
+    "--max_steps 6 --batch_size 4"
+)
+WORDS += (
+    " --gradient_accumulation 1 --save_steps 2 --eval_steps 3 --eval_rows 4 --use_cpu true "
+    "--precision float32"
+)
 
 
 @functools.cache
@@ -31,7 +38,8 @@ def training(data: Path, out: Path, *more) -> list[str]:
 
 @functools.cache
 def small_run(base: Path) -> Path:
-    """A finished run with Infini-attention; checkpoint-4 and checkpoint-6, the last one, are still there."""
+    """A finished run with Infini-attention; checkpoint-4 and checkpoint-6, the last one, are still
+    there."""
     load_recipe("train").main(training(small_data(base), base / "small" / "run"))
     return base / "small" / "run"
 
@@ -44,7 +52,8 @@ def stopped_run(base: Path, folder: Path) -> Path:
     return folder
 
 
-# --- damage: each makes a function of a file --------------------------------------------------------------------------
+# --- damage: each makes a function of a file
+# --------------------------------------------------------------------------------------------------
 
 Damage = Callable[[Path], object]
 
@@ -104,4 +113,11 @@ def without(*path) -> Damage:
     return change
 
 
-DAMAGES = {"empty": empty, "cut": cut, "flip": flip, "remove": remove, "binary": binary, "words": text("see above")}
+DAMAGES = {
+    "empty": empty,
+    "cut": cut,
+    "flip": flip,
+    "remove": remove,
+    "binary": binary,
+    "words": text("see above"),
+}

@@ -1,4 +1,5 @@
-"""infini_attention against the naive reference, and the properties that must hold whatever the computation."""
+"""infini_attention against the naive reference, and the properties that must hold whatever the
+computation."""
 
 import copy
 
@@ -28,10 +29,14 @@ RULES = ("linear", "delta", "gated_delta")
 FLOAT32 = 1e-5  # both sides round every step in float32 and add in different orders
 # In float64 the same differences shrink by about 2e-9: what is left would be a mistake.
 FLOAT64 = 1e-9
-each_rule = pytest.mark.parametrize(("rule", "local_segments"), [("linear", 2), ("delta", 1), ("gated_delta", 0)])
+each_rule = pytest.mark.parametrize(
+    ("rule", "local_segments"), [("linear", 2), ("delta", 1), ("gated_delta", 0)]
+)
 
 
-@pytest.fixture(params=[(1, 0, 0), (2**20, 128, 2**20)], ids=["smallest groups", "one group, states in groups"])
+@pytest.fixture(
+    params=[(1, 0, 0), (2**20, 128, 2**20)], ids=["smallest groups", "one group, states in groups"]
+)
 def sizes(request, monkeypatch):
     monkeypatch.setitem(hf_infini.ops.attention.GROUP_ELEMENTS, "cpu", request.param[0])
     monkeypatch.setattr(hf_infini.ops.window, "FEW_QUERIES", request.param[1])
@@ -40,11 +45,15 @@ def sizes(request, monkeypatch):
 
 @examples(60)
 @given(cut_cases(), st.booleans())
-def test_output_state_and_gradients_are_the_reference_s_however_the_input_is_cut(sizes, cut, goes_on):
-    """Begun with nothing, or with a state, each of whose tensors has a gradient at every place: where the window is empty it
-    is zero, also if new tokens come to lie there."""
+def test_output_state_and_gradients_are_the_reference_s_however_the_input_is_cut(
+    sizes, cut, goes_on
+):
+    """Begun with nothing, or with a state, each of whose tensors has a gradient at every place:
+    where the window is empty it is zero, also if new tokens come to lie there."""
     case, cuts = cut
-    assert_equals_reference(case, infini_attention, FLOAT64, cuts, state_before(case) if goes_on else None)
+    assert_equals_reference(
+        case, infini_attention, FLOAT64, cuts, state_before(case) if goes_on else None
+    )
 
 
 @examples(6)
@@ -53,8 +62,12 @@ def test_a_state_in_training_is_copied_with_its_graph_and_detached_without(case)
     state, found = state_before(case), []
     for use in (lambda state: state, copy.deepcopy, InfiniState.detach):
         leaves = case.leaves()
-        output, _ = case.call(infini_attention, leaves, state=use(case.call(infini_attention, leaves, state=state)[1]))
-        found.append(torch.autograd.grad(output.sin().sum(), [*leaves, state.memory], materialize_grads=True))
+        output, _ = case.call(
+            infini_attention, leaves, state=use(case.call(infini_attention, leaves, state=state)[1])
+        )
+        found.append(
+            torch.autograd.grad(output.sin().sum(), [*leaves, state.memory], materialize_grads=True)
+        )
     assert all(map(torch.equal, found[0], found[1]))
     assert not found[2][-1].any()
 
@@ -62,29 +75,40 @@ def test_a_state_in_training_is_copied_with_its_graph_and_detached_without(case)
 @pytest.mark.parametrize("rule", ["linear", "delta"])  # those of the paper
 @pytest.mark.parametrize("length", [3, 4, 16])
 def test_loop_over_segments_token_by_token_and_all_at_once_agree(rule, length):
-    """Three ways to compute it: as the paper prints the equations, the naive reference, and the fast function."""
+    """Three ways to compute it: as the paper prints the equations, the naive reference, and the
+    fast function."""
     case = plain_case(tokens=21, segment_length=length, update_rule=rule)
     wanted = loop(case.query, case.key, case.value, case.gate, length, rule)
     for function in (naive_infini_attention, infini_attention):
         torch.testing.assert_close(case.call(function)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
 
 
-@pytest.mark.parametrize(("rule", "answers"), [("linear", (1.0, 3.0)), ("delta", (0.5, 2.0)), ("gated_delta", (1.0, 5.0))])
+@pytest.mark.parametrize(
+    ("rule", "answers"),
+    [("linear", (1.0, 3.0)), ("delta", (0.5, 2.0)), ("gated_delta", (1.0, 5.0))],
+)
 def test_which_rule_overwrites(rule, answers):
-    """Figures of docs/notes/update-rule.md: one key written 4,096 times with the value 1, and 4,096 times more with 5."""
+    """Figures of docs/notes/update-rule.md: one key written 4,096 times with the value 1, and 4,096
+    times more with 5."""
     same = torch.ones(1, 1, 8193, 4, dtype=torch.float64)
     value = torch.ones(1, 1, 8193, 1, dtype=torch.float64)
     value[:, :, 4096:] = 5
     gate = torch.full((1,), 40.0, dtype=torch.float64)  # the output is what the memory answers
     output = infini_attention(same, same, value, gate, 16, update_rule=rule)[0, 0, :, 0]
-    # In the limit of many short segments the delta rule's second answer is 2: with 512 segments it is 0.0005 more
-    torch.testing.assert_close(output[[4096, 8192]], torch.tensor(answers, dtype=torch.float64), rtol=0, atol=1e-3)
+    # In the limit of many short segments the delta rule's second answer is 2: with 512 segments it
+    # is 0.0005 more
+    torch.testing.assert_close(
+        output[[4096, 8192]], torch.tensor(answers, dtype=torch.float64), rtol=0, atol=1e-3
+    )
 
 
 @each_rule
 def test_padding_does_not_matter(rule, local_segments):
-    """Left-padded, right-padded and padded in the middle: each real token's output is that of the unpadded row."""
-    case = plain_case(batch=1, tokens=17, segment_length=4, update_rule=rule, local_segments=local_segments)
+    """Left-padded, right-padded and padded in the middle: each real token's output is that of the
+    unpadded row."""
+    case = plain_case(
+        batch=1, tokens=17, segment_length=4, update_rule=rule, local_segments=local_segments
+    )
     wanted = case.call(infini_attention)[0]
     places = {
         "left": list(range(6, 23)),
@@ -95,14 +119,21 @@ def test_padding_does_not_matter(rule, local_segments):
     mask = torch.zeros(3, 23, dtype=torch.long)
     for row, columns in enumerate(places.values()):
         mask[row, columns] = 1
-        for padded, tensor in zip((batch.query, batch.key, batch.value), (case.query, case.key, case.value), strict=True):
+        for padded, tensor in zip(
+            (batch.query, batch.key, batch.value), (case.query, case.key, case.value), strict=True
+        ):
             padded[row] = float("nan")  # not even this may leak out of the padding
             padded[row, :, columns] = tensor[0]
-    padded = Case(batch.query, batch.key, batch.value, case.gate, 4, case.options | {"attention_mask": mask})
+    padded = Case(
+        batch.query, batch.key, batch.value, case.gate, 4, case.options | {"attention_mask": mask}
+    )
     output = padded.call(infini_attention)[0]
     for row, columns in enumerate(places.values()):
         torch.testing.assert_close(output[row, :, columns], wanted[0], rtol=FLOAT64, atol=FLOAT64)
-    assert torch.equal(output[mask[:, None, :, None].expand_as(output) == 0], torch.zeros((mask == 0).sum() * 8).double())
+    assert torch.equal(
+        output[mask[:, None, :, None].expand_as(output) == 0],
+        torch.zeros((mask == 0).sum() * 8).double(),
+    )
 
 
 @examples(20)
@@ -114,7 +145,11 @@ def test_tensors_are_made_where_the_inputs_are(cut):
 
     def call():
         output, state = case.call(infini_attention, leaves, cuts)
-        return output, state, torch.autograd.grad(output.sum() + state.memory.sum(), leaves, allow_unused=True)
+        return (
+            output,
+            state,
+            torch.autograd.grad(output.sum() + state.memory.sum(), leaves, allow_unused=True),
+        )
 
     wanted, wanted_state, wanted_gradients = call()
     with torch.device("meta"):
@@ -128,8 +163,8 @@ def test_tensors_are_made_where_the_inputs_are(cut):
 @examples(15)
 @given(cases(torch.bfloat16))
 def test_gradients_in_bfloat16(sizes, case):
-    """The reference has the same rounded inputs in float64. What is left is the rounding of scores, weights and products to
-    8 bits, 0.4 % each time; gradients are sums of some ten of them."""
+    """The reference has the same rounded inputs in float64. What is left is the rounding of scores,
+    weights and products to 8 bits, 0.4 % each time; gradients are sums of some ten of them."""
     _, _, found = gradients(case, infini_attention)
     for name in ("query", "key", "value", "gate"):
         setattr(case, name, getattr(case, name).double())
@@ -143,12 +178,14 @@ def test_gradients_in_bfloat16(sizes, case):
 @examples(12)
 @given(st.data())
 def test_half_precision(sizes, dtype, data):
-    """The local softmax and the output are rounded to the inputs' dtype; memory, normaliser and division are not."""
+    """The local softmax and the output are rounded to the inputs' dtype; memory, normaliser and
+    division are not."""
     case, cuts = data.draw(cut_cases(dtype))
     output, state = case.call(infini_attention, cuts=cuts)
     wanted, wanted_state = case.call(naive_infini_attention)
     assert output.dtype == dtype and state.memory.dtype == torch.float32
-    # Four roundings of values up to 4 (inputs are standard normal): weights, their sum, the mixture, the output.
+    # Four roundings of values up to 4 (inputs are standard normal): weights, their sum, the
+    # mixture, the output.
     tolerance = 4 * torch.finfo(dtype).eps * 4
     torch.testing.assert_close(output.float(), wanted.float(), rtol=0, atol=tolerance)
     assert_same_state(state, wanted_state, FLOAT32)
@@ -160,8 +197,8 @@ def test_half_precision(sizes, dtype, data):
     ids=["steps", "written out, autocast", "dropout"],
 )
 def test_scores_beyond_the_range_of_float16(options, autocast, cuts, sizes):
-    """Products of queries and keys up to some 200,000, where float16 ends at 65,504: torch's fused attention is finite,
-    with its gradient, and so is everything else."""
+    """Products of queries and keys up to some 200,000, where float16 ends at 65,504: torch's fused
+    attention is finite, with its gradient, and so is everything else."""
     dtype = torch.float32 if autocast else torch.float16
     case = plain_case(tokens=40, width=64, segment_length=20, local_segments=1, **options)
     # Rounded to float16, so that both sides have the same inputs
@@ -195,7 +232,8 @@ def test_a_backward_pass_within_autocast(rule, sizes):
         found += [] if within else [torch.autograd.grad(loss, leaves)]
     for outside, inside in zip(*found, strict=True):
         assert inside.dtype == outside.dtype
-        assert (inside - outside).norm() < 0.02 * outside.norm()  # bfloat16 has 8 bits: 0.004 for one number
+        # bfloat16 has 8 bits: 0.004 for one number
+        assert (inside - outside).norm() < 0.02 * outside.norm()
 
 
 def test_dropout_drops_local_weights_alone():
@@ -205,7 +243,9 @@ def test_dropout_drops_local_weights_alone():
     output = infini_attention(query, key, value, torch.full((2,), -30.0), 200, dropout=0.5)
     last = output[:, :, 190:200]  # means of about 195 weights, each doubled or dropped
     assert 0.5 < float(last.mean()) < 1.5 and float(last.std()) > 0
-    memory = infini_attention(query, key, value, torch.full((2,), 30.0), 200, dropout=0.5)[:, :, 200:]
+    memory = infini_attention(query, key, value, torch.full((2,), 30.0), 200, dropout=0.5)[
+        :, :, 200:
+    ]
     torch.testing.assert_close(memory, torch.ones_like(memory), rtol=FLOAT32, atol=FLOAT32)
 
 
@@ -215,6 +255,7 @@ def test_state_is_constant_in_size_and_left_alone():
     before = early.map(torch.clone)
     sizes = {case.call(infini_attention, cuts=[cut], state=early)[1].nbytes() for cut in (1, 2, 39)}
     assert sizes == {early.nbytes()}
-    for tensor in (early.memory, early.normaliser, early.local_key):  # no view that keeps a larger one
+    # no view that keeps a larger one
+    for tensor in (early.memory, early.normaliser, early.local_key):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
     assert_same_state(early, before, 0)

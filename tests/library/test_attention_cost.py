@@ -1,4 +1,5 @@
-"""What the attention costs, in bytes that do not depend on the machine: both grow with the length alone."""
+"""What the attention costs, in bytes that do not depend on the machine: both grow with the length
+alone."""
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ class CountedBytes(TorchDispatchMode):
 
 
 def costs(tokens, length, width=8, documents=1, **options) -> tuple[int, float]:
-    """Bytes that the passes write, and what is kept from the forward to the backward pass, in units of one of q, k, v."""
+    """Bytes that the passes write, and what is kept from the forward to the backward pass, in units
+    of one of q, k, v."""
     leaves = [torch.randn(1, 2, tokens, width, requires_grad=True) for _ in range(3)]
     if documents > 1:
         options["position_ids"] = (torch.arange(tokens) % (tokens // documents))[None]
@@ -40,9 +42,12 @@ def costs(tokens, length, width=8, documents=1, **options) -> tuple[int, float]:
     return counter.total, sum(kept.values()) / (leaves[0].numel() * leaves[0].element_size())
 
 
-@pytest.mark.parametrize(("rule", "local_segments"), [("linear", 0), ("delta", 1), ("gated_delta", 0)])
+@pytest.mark.parametrize(
+    ("rule", "local_segments"), [("linear", 0), ("delta", 1), ("gated_delta", 0)]
+)
 def test_backward_is_linear_in_the_length(rule, local_segments, monkeypatch):
-    """Slicing inside a loop would write a full-length gradient for each segment, and quadruple at twice the length."""
+    """Slicing inside a loop would write a full-length gradient for each segment, and quadruple at
+    twice the length."""
     monkeypatch.setitem(hf_infini.ops.attention.GROUP_ELEMENTS, "cpu", 2**10)
     options = {"update_rule": rule, "local_segments": local_segments}
     once, twice = (costs(tokens, 8, **options)[0] for tokens in (1024, 2048))
@@ -51,7 +56,7 @@ def test_backward_is_linear_in_the_length(rule, local_segments, monkeypatch):
 
 @pytest.mark.parametrize(("documents", "most"), [(1, 13), (3, 15)])
 def test_what_is_kept_for_the_backward_pass(documents, most):
-    """q, k and v with the heads first, σ(q), σ(k), the read and the local output (7), and a state for each segment, here as
-    many numbers as 4 of q's 16 tokens are (4; more for packed documents). A quadratic mask would add 160. Measured: 12.1 and
-    12.7."""
+    """q, k and v with the heads first, σ(q), σ(k), the read and the local output (7), and a state
+    for each segment, here as many numbers as 4 of q's 16 tokens are (4; more for packed documents).
+    A quadratic mask would add 160. Measured: 12.1 and 12.7."""
     assert 7 < costs(40_000, 16, 64, documents)[1] < most

@@ -1,5 +1,5 @@
-"""Memory files that are none or damaged, and places where none can be: one line that names the file and the reason, and the
-files that were there are as they were."""
+"""Memory files that are none or damaged, and places where none can be: one line that names the file
+and the reason, and the files that were there are as they were."""
 
 import json
 
@@ -14,7 +14,8 @@ from memories import read
 from models import infini_gpt2, left_padded, token_ids
 
 DAMAGED = "is damaged or no memory file"
-# Between them all kinds of tensors: full attention, a start, a convolution, keys for the memory, tokens kept out of it
+# Between them all kinds of tensors: full attention, a start, a convolution, keys for the memory,
+# tokens kept out of it
 RICH = {"layers": [0, 2], "memory_conv": 4, "position_encoding": "rope", "local_segments": 1}
 PLAIN = {"local_segments": 1}  # segments of 8, the memory empty at first
 
@@ -37,7 +38,8 @@ def refused(action, message: str, place) -> None:
     assert "\n" not in text and str(place) in text, text
 
 
-# --- bytes ------------------------------------------------------------------------------------------------------------
+# --- bytes
+# --------------------------------------------------------------------------------------------------
 
 
 def header_of(content: bytes) -> tuple[dict, bytes]:
@@ -53,7 +55,8 @@ def with_header(found, rest: bytes) -> bytes:
 
 @st.composite
 def damages(draw, content: bytes) -> bytes:
-    """A file that was cut off, continued or changed in a byte, or another header before the same numbers."""
+    """A file that was cut off, continued or changed in a byte, or another header before the same
+    numbers."""
     header, numbers = header_of(content)
     place = draw(st.integers(0, len(content) - 1) | st.integers(0, len(content) - len(numbers)))
     kind = draw(st.sampled_from(["cut", "more", "byte", "length", "header", "entry"]))
@@ -67,9 +70,16 @@ def damages(draw, content: bytes) -> bytes:
     if kind == "length":
         return draw(st.integers(0, 2**64 - 1)).to_bytes(8, "little") + content[8:]
     if kind == "header":
-        return with_header(draw(st.sampled_from([[], None, b"{", b"\xff", b"[" * 100_000, b'{"a":' * 5000])), numbers)
+        return with_header(
+            draw(st.sampled_from([[], None, b"{", b"\xff", b"[" * 100_000, b'{"a":' * 5000])),
+            numbers,
+        )
     name = draw(st.sampled_from(sorted(header.keys() - {"__metadata__"})))
-    wrong = {"dtype": ["F3", "I32"], "shape": [[1], [2**40] * 2, [-1]], "data_offsets": [[0, 2**50], [9, 0], None]}
+    wrong = {
+        "dtype": ["F3", "I32"],
+        "shape": [[1], [2**40] * 2, [-1]],
+        "data_offsets": [[0, 2**50], [9, 0], None],
+    }
     changes = [{entry: value} for entry, values in wrong.items() for value in values]
     return with_header(header | {name: header[name] | draw(st.sampled_from(changes))}, numbers)
 
@@ -88,11 +98,14 @@ def test_damaged_bytes(written, tmp_path, data):
 
 
 def of_record(change):
-    """Another record, without another checksum: `change` gets the old one and gives what is written."""
+    """Another record, without another checksum: `change` gets the old one and gives what is
+    written."""
 
     def damage(content):
         found, rest = header_of(content)
-        found["__metadata__"][METADATA_KEY] = json.dumps(change(json.loads(found["__metadata__"][METADATA_KEY])))
+        found["__metadata__"][METADATA_KEY] = json.dumps(
+            change(json.loads(found["__metadata__"][METADATA_KEY]))
+        )
         return with_header(found, rest)
 
     return damage
@@ -100,8 +113,14 @@ def of_record(change):
 
 FILES = {
     "a text": (lambda content: b"a text, and a long one " * 20, DAMAGED),
-    "a bit changed": (lambda content: content[:-9] + bytes([content[-9] ^ 64]) + content[-8:], "is damaged: its content is"),
-    "an old version": (of_record(lambda found: found | {"format_version": 1}), "has format version 1, and this version of"),
+    "a bit changed": (
+        lambda content: content[:-9] + bytes([content[-9] ^ 64]) + content[-8:],
+        "is damaged: its content is",
+    ),
+    "an old version": (
+        of_record(lambda found: found | {"format_version": 1}),
+        "has format version 1, and this version of",
+    ),
     "other counts": (of_record(lambda found: found | {"columns": 31}), "the checksums differ"),
 }
 

@@ -1,4 +1,5 @@
-"""A cache goes by the name of the installed transformers, and by its old and new one in every call."""
+"""A cache goes by the name of the installed transformers, and by its old and new one in every
+call."""
 
 import inspect
 
@@ -13,7 +14,9 @@ from models import FLOAT32, causal_mha, infini_gpt2, token_ids
 MODELS = {
     "llama": lambda: patch_model(decoder("llama"), segment_length=8).eval(),
     "gpt2": lambda: infini_gpt2(position_encoding="segment"),
-    "causal_mha": lambda: causal_mha(attention="infini", segment_length=8, position_encoding="rope"),
+    "causal_mha": lambda: causal_mha(
+        attention="infini", segment_length=8, position_encoding="rope"
+    ),
     "no memory": lambda: causal_mha(position_encoding="rope"),
 }
 old_name_warns = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
@@ -26,7 +29,9 @@ def model(request):
 
 def test_it_is_what_transformers_calls_it():
     assert CACHE in inspect.signature(type(decoder("llama")).forward).parameters
-    assert CACHE in inspect.signature(type(decoder("llama")).prepare_inputs_for_generation).parameters
+    assert (
+        CACHE in inspect.signature(type(decoder("llama")).prepare_inputs_for_generation).parameters
+    )
 
 
 @old_name_warns
@@ -46,8 +51,13 @@ def test_either_name_continues(model, name):
 
 def test_without_a_cache_nothing_changes():
     given = {"use_cache": True}
-    assert with_one_name(given) == given and with_one_name({"past_key_values": None}) == {"cache": None}
-    assert with_one_name({"cache": None, "past_key_values": 1, "a": 2}, "past_key_values") == {"past_key_values": 1, "a": 2}
+    assert with_one_name(given) == given and with_one_name({"past_key_values": None}) == {
+        "cache": None
+    }
+    assert with_one_name({"cache": None, "past_key_values": 1, "a": 2}, "past_key_values") == {
+        "past_key_values": 1,
+        "a": 2,
+    }
 
 
 @torch.no_grad()

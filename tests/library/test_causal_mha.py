@@ -1,4 +1,5 @@
-"""The attention module used alone: published numbers, and every kind of it against loops over tokens."""
+"""The attention module used alone: published numbers, and every kind of it against loops over
+tokens."""
 
 import cmath
 import math
@@ -16,26 +17,37 @@ POSITIONS = ("relative_key", "t5", "alibi", "rope", "none")
 
 
 def attention(seed=0, **options) -> CausalMultiHeadAttention:
-    """12 wide, 3 heads, in float64 and evaluation mode, its tables and gates far from their small starts."""
+    """12 wide, 3 heads, in float64 and evaluation mode, its tables and gates far from their small
+    starts."""
     torch.manual_seed(seed)
     if options.get("position_encoding") in ("t5", "relative_key"):
-        options |= {"max_distance": 6} | ({"num_buckets": 4} if options["position_encoding"] == "t5" else {})
+        options |= {"max_distance": 6} | (
+            {"num_buckets": 4} if options["position_encoding"] == "t5" else {}
+        )
     module = CausalMultiHeadAttention(10, 12, 3, 0.0, True, **options).double().eval()
     for name, parameter in module.named_parameters():
-        if name in ("score_weight", "score_vector", "relative_table", "relative_bias", "gate.weight") or "memory" in name:
+        if (
+            name
+            in ("score_weight", "score_vector", "relative_table", "relative_bias", "gate.weight")
+            or "memory" in name
+        ):
             parameter.data.normal_()
     return module
 
 
 def inputs(batch=2, tokens=9, seed=1) -> torch.Tensor:
-    return torch.randn(batch, tokens, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        batch, tokens, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
-# --- published numbers ------------------------------------------------------------------------------------------------
+# --- published numbers
+# --------------------------------------------------------------------------------------------------
 
 
 def test_worked_example():
-    """The hand calculation with three tokens and two heads of width 2, whose output projection is the identity."""
+    """The hand calculation with three tokens and two heads of width 2, whose output projection is
+    the identity."""
     rows = torch.tensor([[[1.0, 0, 1, 0], [0, 1, 1, 0], [1, 1, 0, 1]]])
     head_1 = {
         "W_query": [[1, 0], [0, 1], [1, 0], [0, 1]],
@@ -55,7 +67,11 @@ def test_worked_example():
         module.out_proj.weight.copy_(torch.eye(4))
         module.out_proj.bias.zero_()
         output, weights = module(rows, output_attentions=True)
-    wanted = [[2.000, 1.000, 1.000, 1.000], [1.670, 1.330, 1.670, 0.330], [1.102, 1.898, 1.102, 1.747]]
+    wanted = [
+        [2.000, 1.000, 1.000, 1.000],
+        [1.670, 1.330, 1.670, 0.330],
+        [1.102, 1.898, 1.102, 1.747],
+    ]
     heads = [
         [[1, 0, 0], [0.670, 0.330, 0], [0.102, 0.050, 0.848]],
         [[1, 0, 0], [0.330, 0.670, 0], [0.050, 0.102, 0.848]],
@@ -65,7 +81,8 @@ def test_worked_example():
     torch.testing.assert_close(weights[0], torch.tensor(heads), **half_a_digit)
 
 
-# --- against loops ----------------------------------------------------------------------------------------------------
+# --- against loops
+# --------------------------------------------------------------------------------------------------
 
 
 def turn(vector: torch.Tensor, position: int) -> torch.Tensor:
@@ -80,7 +97,8 @@ def turn(vector: torch.Tensor, position: int) -> torch.Tensor:
 
 
 def by_loops(module: CausalMultiHeadAttention, x: torch.Tensor) -> torch.Tensor:
-    """The module's output, from its weights and the equations, one head, one query and one key at a time."""
+    """The module's output, from its weights and the equations, one head, one query and one key at a
+    time."""
     config, width = module.config, module.head_dim
     rows = []
     for row in x:
@@ -88,12 +106,19 @@ def by_loops(module: CausalMultiHeadAttention, x: torch.Tensor) -> torch.Tensor:
         for i in range(len(row)):
             heads = []
             for h in range(module.num_heads):
-                first = 0 if config.sliding_window is None else max(0, i - config.sliding_window + 1)
+                first = (
+                    0 if config.sliding_window is None else max(0, i - config.sliding_window + 1)
+                )
                 scores, values = [], []
                 for j in range(first, i + 1):
                     query, key, value = (
-                        layer.weight.chunk(module.num_heads)[h] @ row[place] + layer.bias.chunk(module.num_heads)[h]
-                        for layer, place in ((module.W_query, i), (module.W_key, j), (module.W_value, j))
+                        layer.weight.chunk(module.num_heads)[h] @ row[place]
+                        + layer.bias.chunk(module.num_heads)[h]
+                        for layer, place in (
+                            (module.W_query, i),
+                            (module.W_key, j),
+                            (module.W_value, j),
+                        )
                     )
                     if config.position_encoding == "rope":
                         query, key = turn(query, i), turn(key, j)
@@ -104,14 +129,17 @@ def by_loops(module: CausalMultiHeadAttention, x: torch.Tensor) -> torch.Tensor:
                         "scaled_dot": lambda q, k, h: q @ k / math.sqrt(width),
                         "general": lambda q, k, h: q @ module.score_weight[h] @ k,
                         "additive": lambda q, k, h: (
-                            module.score_vector[h] @ torch.tanh(module.score_weight[h] @ torch.cat([q, k]))
+                            module.score_vector[h]
+                            @ torch.tanh(module.score_weight[h] @ torch.cat([q, k]))
                         ),
                     }[config.score](query, key, h)
                     if config.position_encoding == "alibi":
                         score = score - alibi_slopes(module.num_heads)[h] * (i - j)
                     if config.position_encoding == "t5":
                         sizes = config.num_buckets, config.max_distance
-                        bucket = T5Attention._relative_position_bucket(torch.tensor(j - i), False, *sizes)
+                        bucket = T5Attention._relative_position_bucket(
+                            torch.tensor(j - i), False, *sizes
+                        )
                         score = score + module.relative_bias[bucket, h]
                     scores.append(score)
                     values.append(value)
@@ -124,17 +152,24 @@ def by_loops(module: CausalMultiHeadAttention, x: torch.Tensor) -> torch.Tensor:
 def outputs_and_gradients(function, module, x) -> list[torch.Tensor]:
     x = x.clone().requires_grad_()
     output = function(x)
-    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    upstream = torch.randn(
+        output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
     return [output, *torch.autograd.grad(output, [x, *module.parameters()], upstream)]
 
 
 LOCAL = {"attention": "local", "sliding_window": 4}
 WIDE_KEYS, WIDE_VALUES = {"head_dim": 6, "value_dim": 3}, {"head_dim": 2, "value_dim": 5}
-# Eleven of the forty kinds, in which each score meets most encodings, and each of both the two reaches; in the last,
-# relative positions are added to keys and not to scores. And three whose keys and values are not as wide.
+# Eleven of the forty kinds, in which each score meets most encodings, and each of both the two
+# reaches; in the last, relative positions are added to keys and not to scores. And three whose keys
+# and values are not as wide.
 KINDS = [(SCORES[n % 4], POSITIONS[n % 5], LOCAL if n // 2 % 2 else {}) for n in range(10)]
 KINDS.append(("additive", "relative_key", LOCAL))
-KINDS += [("general", "rope", WIDE_KEYS), ("additive", "relative_key", WIDE_VALUES), ("dot", "alibi", LOCAL | WIDE_KEYS)]
+KINDS += [
+    ("general", "rope", WIDE_KEYS),
+    ("additive", "relative_key", WIDE_VALUES),
+    ("dot", "alibi", LOCAL | WIDE_KEYS),
+]
 
 
 @pytest.mark.slow
@@ -170,7 +205,12 @@ RICH = {"feature_map": "exp", "memory_write": "learned", "memory_conv": 3}
     ],
 )
 def test_infini_is_the_naive_function(position, score, kept, rule, memory):
-    options = {"segment_length": 4, "local_segments": kept, "sink_tokens": kept, "update_rule": rule} | memory
+    options = {
+        "segment_length": 4,
+        "local_segments": kept,
+        "sink_tokens": kept,
+        "update_rule": rule,
+    } | memory
     module = attention(attention="infini", score=score, position_encoding=position, **options)
     x = inputs(tokens=19)
 
@@ -183,18 +223,33 @@ def test_infini_is_the_naive_function(position, score, kept, rule, memory):
         options = {name: getattr(module.config, name) for name in ("update_rule", "feature_map")}
         options |= {name: getattr(softmax, name) for name in ("scaling", "rotary")}
         heads = naive_infini_attention(
-            query, key, value, module.gate(), 4, local_segments=kept, sink_tokens=kept, log_weight=log_weight, **options,
-            state=InfiniState.initial(key, value, 4, kept, kept, rule=module.rule, weighted=log_weight is not None),
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            module.gate(),
+            4,
+            local_segments=kept,
+            sink_tokens=kept,
+            log_weight=log_weight,
+            **options,
+            state=InfiniState.initial(
+                key, value, 4, kept, kept, rule=module.rule, weighted=log_weight is not None
+            ),
+        )
         return module.out_proj(heads.transpose(1, 2).flatten(2))
 
-    for ours, naive in zip(*(outputs_and_gradients(f, module, x) for f in (module, by_tokens)), strict=True):
+    for ours, naive in zip(
+        *(outputs_and_gradients(f, module, x) for f in (module, by_tokens)), strict=True
+    ):
         torch.testing.assert_close(ours, naive)
     if memory.keys() - WIDE_KEYS.keys():
         return
-    # What the window compares is the score of the other kinds: inside the first segment nothing else counts
+    # What the window compares is the score of the other kinds: inside the first segment nothing
+    # else counts
     other = attention(score=score, position_encoding=position, **memory)
-    other.load_state_dict({k: v for k, v in module.state_dict().items() if k.partition(".")[0] not in PARAMETERS})
+    other.load_state_dict(
+        {k: v for k, v in module.state_dict().items() if k.partition(".")[0] not in PARAMETERS}
+    )
     torch.testing.assert_close(module(x)[:, :4], other(x[:, :4]))
 
 
@@ -210,21 +265,30 @@ def test_dropout_drops_weights_in_training_only():
         module.config._attn_implementation = implementation
         torch.manual_seed(0)
         mean = torch.stack([module(x) for _ in range(3000)]).mean(0)
-        # The dropped weights are made up for: the mean of 3,000 draws is off by 3 standard errors, 0.03, at most
+        # The dropped weights are made up for: the mean of 3,000 draws is off by 3 standard errors,
+        # 0.03, at most
         torch.testing.assert_close(mean, still, rtol=0, atol=0.06)
         assert not torch.equal(module(x), module(x))
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors
+# --------------------------------------------------------------------------------------------------
 
 
 def test_errors_name_shapes_and_options():
     with pytest.raises(ValueError, match=r"num_heads must divide d_out.*got 10 / 3"):
         CausalMultiHeadAttention(4, 10, 3)
-    with pytest.raises(Exception, match="needs a score that is a product, scaled_dot, dot; got 'general'"):
+    with pytest.raises(
+        Exception, match="needs a score that is a product, scaled_dot, dot; got 'general'"
+    ):
         attention(attention="infini", segment_length=4, score="general")
-    with pytest.raises(ValueError, match="unknown options window; an attention takes attention, score"):
+    with pytest.raises(
+        ValueError, match="unknown options window; an attention takes attention, score"
+    ):
         CausalMultiHeadAttention(4, 6, 3, window=4)
     for options in ({"position_encoding": "learned"}, {"attention": "none"}):
-        with pytest.raises(ValueError, match="attention='none' and 'learned' or 'sinusoidal' positions are a model's"):
+        with pytest.raises(
+            ValueError,
+            match="attention='none' and 'learned' or 'sinusoidal' positions are a model's",
+        ):
             CausalMultiHeadAttention(4, 6, 3, **options)

@@ -1,4 +1,5 @@
-"""The from-scratch model as a transformers model: caches, padding, packing, generation, saving, training."""
+"""The from-scratch model as a transformers model: caches, padding, packing, generation, saving,
+training."""
 
 import pytest
 import torch
@@ -18,27 +19,40 @@ KINDS = [
     REACHES["local"] | {"position_encoding": "alibi"},
     REACHES["local"] | {"position_encoding": "rope"},
     INFINI | {"position_encoding": "learned", "score": "dot"},
-    INFINI | {"position_encoding": "sinusoidal", "update_rule": "delta", "local_segments": 1, "sink_tokens": 3},
-    INFINI | {"position_encoding": "rope", "update_rule": "gated_delta", "head_dim": 12, "value_dim": 4},
-    {"attention": "infini", "segment_length": 8, "position_encoding": "rope", "score": "dot"} | RICH,
+    INFINI
+    | {
+        "position_encoding": "sinusoidal",
+        "update_rule": "delta",
+        "local_segments": 1,
+        "sink_tokens": 3,
+    },
+    INFINI
+    | {"position_encoding": "rope", "update_rule": "gated_delta", "head_dim": 12, "value_dim": 4},
+    {"attention": "infini", "segment_length": 8, "position_encoding": "rope", "score": "dot"}
+    | RICH,
 ]
-# Windows of one token, whose queries and keys do nothing, and of two: what is left of a cache is nothing and one token
+# Windows of one token, whose queries and keys do nothing, and of two: what is left of a cache is
+# nothing and one token
 SMALL_WINDOWS = [
     {"attention": "local", "sliding_window": window, "position_encoding": position}
     for window, position in ((1, "rope"), (1, "t5"), (2, "none"))
 ]
-# Three layers in float32 whose logits reach 10: sums in another order differ by a few units in the last place, 1e-6
+# Three layers in float32 whose logits reach 10: sums in another order differ by a few units in the
+# last place, 1e-6
 FLOAT32 = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def each_of(kinds):
-    return pytest.mark.parametrize("kind", kinds, ids=lambda kind: "-".join(map(str, kind.values())))
+    return pytest.mark.parametrize(
+        "kind", kinds, ids=lambda kind: "-".join(map(str, kind.values()))
+    )
 
 
 every_kind, every_cached_kind = each_of(KINDS), each_of(KINDS + SMALL_WINDOWS)
 
 
-# --- what a causal language model of transformers does ----------------------------------------------------------------
+# --- what a causal language model of transformers does
+# --------------------------------------------------------------------------------------------------
 
 
 @every_kind
@@ -77,7 +91,8 @@ def test_left_padded_chunks_are_single_rows(kind):
 @pytest.mark.parametrize("position", ["learned", "rope"])
 @torch.no_grad()
 def test_a_memory_counts_on_from_its_cache(position):
-    """A mask of the new tokens alone says nothing of the past: their places are counted in the cache."""
+    """A mask of the new tokens alone says nothing of the past: their places are counted in the
+    cache."""
     model = causal_mha(attention="infini", segment_length=8, position_encoding=position)
     ids, real = token_ids(2, 30), torch.ones(2, 30, dtype=torch.long)
     real[0, :5], real[1, 20:23] = 0, 0
@@ -94,7 +109,9 @@ def test_packed_documents_do_not_see_each_other(kind):
     for use_cache in (False, True):
         packed = model(ids, position_ids=positions, use_cache=use_cache).logits
         for document in (slice(0, 11), slice(11, 30)):
-            torch.testing.assert_close(packed[:, document], model(ids[:, document]).logits, **FLOAT32)
+            torch.testing.assert_close(
+                packed[:, document], model(ids[:, document]).logits, **FLOAT32
+            )
 
 
 @every_kind
@@ -111,7 +128,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(kind):
     wanted, got = gradients(False), gradients(True)
     for name, gradient in wanted.items():
         assert gradient is not None and gradient.abs().sum() > 0, f"{name} gets no gradient"
-        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6)  # float32, sums in the same order
+        # float32, sums in the same order
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("reach", REACHES, ids=str)
@@ -121,7 +139,9 @@ def test_attentions_and_hidden_states(reach):
     mask[1, :6] = 0
     output = model(ids, attention_mask=mask, output_attentions=True, output_hidden_states=True)
     torch.testing.assert_close(output.logits, model(ids, attention_mask=mask).logits, **FLOAT32)
-    assert len(output.hidden_states) == 4 and all(h.shape == (2, 20, 32) for h in output.hidden_states)
+    assert len(output.hidden_states) == 4 and all(
+        h.shape == (2, 20, 32) for h in output.hidden_states
+    )
     torch.testing.assert_close(model.lm_head(output.hidden_states[-1]), output.logits)
     if reach == "none":
         assert output.attentions == ()
@@ -129,7 +149,8 @@ def test_attentions_and_hidden_states(reach):
     assert len(output.attentions) == 3
     for weights in output.attentions:
         assert weights.shape == (2, 4, 20, 8 if reach == "infini" else 20)
-        torch.testing.assert_close(weights.sum(-1), mask[:, None].expand(2, 4, 20).float())  # padding sees nothing
+        # padding sees nothing
+        torch.testing.assert_close(weights.sum(-1), mask[:, None].expand(2, 4, 20).float())
         if reach != "infini":
             assert not weights.triu(1).any()
         if reach == "local":

@@ -1,4 +1,5 @@
-"""The command: documents in, answers out; the second start reads nothing. And what it is made of."""
+"""The command: documents in, answers out; the second start reads nothing. And what it is made
+of."""
 
 import io
 import re
@@ -25,7 +26,8 @@ from running import ROOT, sample_text
 TEXT = sample_text()[:600].strip()
 PDF = """1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj
 2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj
-3 0 obj<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 100]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>endobj
+3 0 obj<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 100]/Contents 4 0 R
+/Resources<</Font<</F1 5 0 R>>>>>>endobj
 4 0 obj<</Length {length}>>stream
 {words}
 endstream endobj
@@ -39,15 +41,25 @@ def pdf(words: str) -> bytes:
     begins = [number for number, line in enumerate(lines) if " 0 obj" in line]
     places = [sum(len(line) + 1 for line in lines[:number]) for number in begins]
     table = ["xref", "0 6", "0000000000 65535 f ", *(f"{place:010} 00000 n " for place in places)]
-    end = ["trailer<</Root 1 0 R/Size 6>>", "startxref", str(sum(len(line) + 1 for line in lines)), "%%EOF"]
+    end = [
+        "trailer<</Root 1 0 R/Size 6>>",
+        "startxref",
+        str(sum(len(line) + 1 for line in lines)),
+        "%%EOF",
+    ]
     return "\n".join([*lines, *table, *end]).encode()
 
 
-# --- documents ---------------------------------------------------------------------------------------------------------
+# --- documents
+# --------------------------------------------------------------------------------------------------
 
 
 def test_text_of_each_kind_of_document(tmp_path):
-    page = "<html><head><meta charset='latin-1'><title>Rio</title><script>no()</script></head><p>Água &amp; sal</p></html>"
+    page = (
+        "<html><head><meta "
+        "charset='latin-1'><title>Rio</title><script>no()</script></head><p>Água &amp; "
+        "sal</p></html>"
+    )
     files = {
         "text.txt": ("\ufeffAs duas\r\nlinhas \n".encode(), "As duas\nlinhas"),
         "page.html": (page.encode("latin-1"), "Rio\nÁgua & sal"),
@@ -62,7 +74,11 @@ def test_text_of_each_kind_of_document(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("latin.txt", "Água".encode("latin-1"), "no text in UTF-8 .byte 0.: give text, Markdown, HTML or PDF.*iconv"),
+        (
+            "latin.txt",
+            "Água".encode("latin-1"),
+            "no text in UTF-8 .byte 0.: give text, Markdown, HTML or PDF.*iconv",
+        ),
         ("empty.md", b" \n", "has no text.$"),
         ("scan.pdf", pdf("0 0 10 10 re f"), "has no text. Pages that are pictures need OCR first"),
         ("bad.pdf", b"nothing", "is damaged, encrypted or no PDF"),
@@ -74,7 +90,8 @@ def test_a_document_without_text_is_refused(name, content, message, tmp_path):
         read_document(tmp_path / name)
 
 
-# --- rows to fit on ----------------------------------------------------------------------------------------------------
+# --- rows to fit on
+# --------------------------------------------------------------------------------------------------
 
 
 def test_rows_ask_at_their_end_for_what_they_state():
@@ -82,18 +99,27 @@ def test_rows_ask_at_their_end_for_what_they_state():
     rows = asking_rows(tokenizer, sample_text(), rows=6, length=600, seed=3)
     assert rows == asking_rows(tokenizer, sample_text(), rows=6, length=600, seed=3)
     for number, row in enumerate(rows):
-        text, known = tokenizer.decode(row), fact_forms()[list(fact_forms())[number % len(fact_forms())]]["forms"]
+        text, known = (
+            tokenizer.decode(row),
+            fact_forms()[list(fact_forms())[number % len(fact_forms())]]["forms"],
+        )
         asked = text.split("\n")[-3::2]  # two facts, with an empty line between
-        assert len(row) == 600 and all(text.count(f"\n{one.removesuffix('.')}") == 2 for one in asked)
+        assert len(row) == 600 and all(
+            text.count(f"\n{one.removesuffix('.')}") == 2 for one in asked
+        )
         patterns = [re.sub(r"\\{\w+\\}", ".+", re.escape(" ".join(form))) for form in known]
-        assert all(any(re.fullmatch(pattern, one.removesuffix(".")) for pattern in patterns) for one in asked)
+        assert all(
+            any(re.fullmatch(pattern, one.removesuffix(".")) for pattern in patterns)
+            for one in asked
+        )
     with pytest.raises(ValueError, match="rows are made of running text, and this one is empty"):
         asking_rows(tokenizer, "")
     with pytest.raises(ValueError, match="fact.* and their questions take .* tokens, more than 30"):
         asking_rows(tokenizer, "text", length=30)
 
 
-# --- bytes -------------------------------------------------------------------------------------------------------------
+# --- bytes
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2"])
@@ -110,7 +136,11 @@ def test_an_estimate_is_what_the_caches_hold(model_type, tokens=40):
     assert found.plain == held
     cache = InfiniCache(patch_model(model, **options).config)
     model(token_ids(1, tokens), use_cache=True, **{CACHE: cache})
-    small = sum(tensor.nbytes for name, tensor in cache.layers[-1].state.tensors().items() if tensor.dtype == torch.long)
+    small = sum(
+        tensor.nbytes
+        for name, tensor in cache.layers[-1].state.tensors().items()
+        if tensor.dtype == torch.long
+    )
     assert found.infini == pytest.approx(cache.nbytes(), abs=8 * small)
     assert estimate(model.config, tokens) == found
     with pytest.raises(ValueError, match="leave out segment_length"):
@@ -119,7 +149,8 @@ def test_an_estimate_is_what_the_caches_hold(model_type, tokens=40):
         estimate(config, 0, **options)
 
 
-# --- the command -------------------------------------------------------------------------------------------------------
+# --- the command
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +158,9 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     """A plain model, one with a memory, and a document; their tokens are pieces of words."""
     base = tmp_path_factory.mktemp("command")
     tokenizer = train_bpe([sample_text()], 400)
-    tokenizer.chat_template = "{% for turn in messages %}<|endoftext|>{{ turn.role }}\n{{ turn.content }}\n{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for turn in messages %}<|endoftext|>{{ turn.role }}\n{{ turn.content }}\n{% endfor %}"
+    )
     plain = decoder("llama", vocab_size=400, pad_token_id=tokenizer.pad_token_id)
     models = {"plain": plain, "memory": infini_gpt2(vocab_size=400, position_encoding="rope")}
     for name, model in models.items():
@@ -139,7 +172,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """Runs the command in this process: what it printed, on standard output and on standard error."""
+    """Runs the command in this process: what it printed, on standard output and on standard
+    error."""
     monkeypatch.setattr(command, "KEPT", tmp_path / "kept")
 
     def call(*words, status: int | None = 0, typed: str = ""):
@@ -156,18 +190,34 @@ def run(monkeypatch, capsys, tmp_path):
 
 def answer(folder: Path, *turns: str, tokens: int = 5) -> str:
     """The answer to a chat of whole texts, read anew."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     roles = ["user", "assistant"] * len(turns)
     messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     output = model.generate(**ids, max_new_tokens=tokens, do_sample=False)
     return tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def test_ask_reads_once(folders, run, tmp_path):
-    words = ["ask", folders["memory"], folders["play.txt"], "--max-new-tokens", 5, "--device", "cpu"]
+    words = [
+        "ask",
+        folders["memory"],
+        folders["play.txt"],
+        "--max-new-tokens",
+        5,
+        "--device",
+        "cpu",
+    ]
     first = run(*words, "-q", "Who speaks?", "-q", "Where?")
-    wanted = [answer(folders["memory"], f"{TEXT}\n\nQuestion: {asked}") for asked in ("Who speaks?", "Where?")]
+    wanted = [
+        answer(folders["memory"], f"{TEXT}\n\nQuestion: {asked}")
+        for asked in ("Who speaks?", "Where?")
+    ]
     assert first.out == "".join(f"{text}\n" for text in wanted)
     assert "100%" in first.err and "> Who speaks?" in first.err
     [file] = (tmp_path / "kept" / "memories").iterdir()
@@ -175,7 +225,10 @@ def test_ask_reads_once(folders, run, tmp_path):
     # A chat, in which the memory is there already
     second = run(*words, typed="Who speaks?\nWhere?\n")
     assert "reading" not in second.err
-    [one, two] = [wanted[0], answer(folders["memory"], f"{TEXT}\n\nQuestion: Who speaks?", wanted[0].strip(), "Where?")]
+    [one, two] = [
+        wanted[0],
+        answer(folders["memory"], f"{TEXT}\n\nQuestion: Who speaks?", wanted[0].strip(), "Where?"),
+    ]
     assert second.out == f"{one}\n{two}\n"
     file.write_bytes(b"damaged")
     third = run(*words, "-q", "Where?")
@@ -185,7 +238,9 @@ def test_ask_reads_once(folders, run, tmp_path):
 
 
 def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "WINDOW", {"segment_length": 16, "local_segments": 1, "sink_tokens": 2})
+    monkeypatch.setattr(
+        command, "WINDOW", {"segment_length": 16, "local_segments": 1, "sink_tokens": 2}
+    )
     monkeypatch.setattr(command, "KEPT_TOKENS", 24)
     words = [folders["plain"], folders["play.txt"], "--device", "cpu"]
     first = run("ask", *words, "-q", "Who?", "--max-new-tokens", 3)
@@ -195,7 +250,9 @@ def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
     assert second.out == first.out and "fitting" not in second.err
     # The same score as an adapter, a memory file that goes on, and a model of one folder
     run("fit", *words, "--out", tmp_path / "adapter", "--kept-tokens", 24)
-    model = load_adapter(AutoModelForCausalLM.from_pretrained(folders["plain"]), tmp_path / "adapter")
+    model = load_adapter(
+        AutoModelForCausalLM.from_pretrained(folders["plain"]), tmp_path / "adapter"
+    )
     again = load_adapter(AutoModelForCausalLM.from_pretrained(folders["plain"]), scores)
     names = [name for name in model.state_dict() if name.endswith("keep_weight")]
     assert names and all(model.state_dict()[name].any() for name in names)
@@ -206,7 +263,9 @@ def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
     texts = [" The king", " and then a queen"]
     options = ["--adapter", tmp_path / "adapter", "--max-new-tokens", 4, "--device", "cpu"]
     several = run("continue", folders["plain"], tmp_path / "m", *texts, *options)
-    whole, tokenizer = (kind.from_pretrained(tmp_path / "whole") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    whole, tokenizer = (
+        kind.from_pretrained(tmp_path / "whole") for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
     assert read_memory_file(tmp_path / "m")[0]["columns"] == len(tokenizer(TEXT).input_ids)
     wanted = []
     for text in texts:
@@ -214,7 +273,9 @@ def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
         output = whole.generate(ids, max_new_tokens=4, do_sample=False)
         wanted.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
     assert several.out == "".join(f"{text}\n" for text in wanted)
-    one = run("continue", folders["plain"], tmp_path / "m", texts[0], *options, "--temperature", 0.001)
+    one = run(
+        "continue", folders["plain"], tmp_path / "m", texts[0], *options, "--temperature", 0.001
+    )
     assert one.out == f"{wanted[0]}\n"
     page = tmp_path / "page.html"
     run("inspect", *words, "--out", page, "--adapter", tmp_path / "adapter", "--max-tokens", 40)
@@ -222,18 +283,32 @@ def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
 
 
 def test_a_gpt2_reads_texts_longer_than_its_positions(folders, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "WINDOW", {"segment_length": 16, "local_segments": 1, "sink_tokens": 2})
+    monkeypatch.setattr(
+        command, "WINDOW", {"segment_length": 16, "local_segments": 1, "sink_tokens": 2}
+    )
     tokenizer = AutoTokenizer.from_pretrained(folders["plain"])
     model = gpt2(vocab_size=400, n_positions=300, pad_token_id=tokenizer.pad_token_id)
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "gpt2")
     (tmp_path / "long.txt").write_text(sample_text()[:2000], encoding="utf-8")
-    printed = run("ask", tmp_path / "gpt2", tmp_path / "long.txt", "--device", "cpu", "-q", "Who?", "--max-new-tokens", 3)
+    printed = run(
+        "ask",
+        tmp_path / "gpt2",
+        tmp_path / "long.txt",
+        "--device",
+        "cpu",
+        "-q",
+        "Who?",
+        "--max-new-tokens",
+        3,
+    )
     assert int(re.search(r"([\d,]+) tokens in a cache", printed.err)[1].replace(",", "")) > 300
 
 
 def test_estimate_prints_a_table(folders, run):
-    lines = run("estimate", folders["plain"], "--tokens", 1000, "--tokens", 10_000, "--kept-tokens", 8).out.splitlines()
+    lines = run(
+        "estimate", folders["plain"], "--tokens", 1000, "--tokens", 10_000, "--kept-tokens", 8
+    ).out.splitlines()
     first, second = (line.split() for line in lines[1:])
     assert first[0] == "1,000" and float(second[1]) == pytest.approx(10 * float(first[1]), abs=0.6)
     assert first[3] == second[3]
@@ -243,7 +318,10 @@ def test_estimate_prints_a_table(folders, run):
     ("words", "message"),
     [
         (["ask", "nowhere", "DOC"], "cannot load nowhere"),
-        (["ask", "MEMORY", "DOC", "--kept-tokens", 8], "has the options of its memory: leave --adapter and"),
+        (
+            ["ask", "MEMORY", "DOC", "--kept-tokens", 8],
+            "has the options of its memory: leave --adapter and",
+        ),
         (["ask", "PLAIN", "DOC", "--adapter", "nowhere"], "cannot load the adapter nowhere"),
         (["ask", "MEMORY", "DOC", "--device", "gpu"], "--device gpu cannot be used; cpu can: "),
         (["fit", "MEMORY", "DOC", "--out", "x"], "has a memory already"),
@@ -263,10 +341,22 @@ def test_every_command_of_the_page_runs(folders, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("book.txt", "page.txt"):
         (tmp_path / name).write_text(TEXT, encoding="utf-8")
-    run("fit", folders["plain"], "book.txt", "--out", "model_cards/qwen2.5_coder_1.5b", "--kept-tokens", 24)
+    run(
+        "fit",
+        folders["plain"],
+        "book.txt",
+        "--out",
+        "model_cards/qwen2.5_coder_1.5b",
+        "--kept-tokens",
+        24,
+    )
     page = (ROOT / "docs" / "ask.md").read_text("utf-8")
     blocks = re.findall(r"```(?:bash|text)\n(.*?)```", page, re.DOTALL)
-    commands = [line.removeprefix("$ ") for line in "".join(blocks).replace("\\\n", "").splitlines() if "hf-infini " in line]
+    commands = [
+        line.removeprefix("$ ")
+        for line in "".join(blocks).replace("\\\n", "").splitlines()
+        if "hf-infini " in line
+    ]
     known = {one.name or one.callback.__name__ for one in command.app.registered_commands}
     assert {line.split()[1] for line in commands} == known - {"demo"}
     for line in commands:

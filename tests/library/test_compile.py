@@ -1,7 +1,8 @@
 """torch.compile with the models: one graph, eager's numbers, no compiling again for every token.
 
-What takes most of the time is the generation of code, by "inductor". The backend "eager" runs the graphs as they are: there
-the numbers must be eager's, and whether there is one graph is seen as well.
+What takes most of the time is the generation of code, by "inductor". The backend "eager" runs the
+graphs as they are: there the numbers must be eager's, and whether there is one graph is seen as
+well.
 """
 
 import contextlib
@@ -32,9 +33,15 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window
 MODELS = {
     "gpt2": lambda: infini_gpt2(n_layer=1, position_encoding="segment"),
     "gated_delta": lambda: infini_gpt2(n_layer=1, update_rule="gated_delta", segment_length=10),
-    "convolution": lambda: infini_gpt2(n_layer=1, memory_conv=2, local_segments=1, position_encoding="rope"),
-    "causal_mha": lambda: causal_mha(n_layer=1, attention="infini", segment_length=8, position_encoding="rope"),
-    "gemma2": lambda: patch_model(decoder("gemma2", num_hidden_layers=2, **MIXED), segment_length=8, local_segments=1),
+    "convolution": lambda: infini_gpt2(
+        n_layer=1, memory_conv=2, local_segments=1, position_encoding="rope"
+    ),
+    "causal_mha": lambda: causal_mha(
+        n_layer=1, attention="infini", segment_length=8, position_encoding="rope"
+    ),
+    "gemma2": lambda: patch_model(
+        decoder("gemma2", num_hidden_layers=2, **MIXED), segment_length=8, local_segments=1
+    ),
 }
 
 
@@ -45,7 +52,8 @@ def nothing_compiled():
 
 
 def rows(padded: bool, packed: bool) -> dict:
-    """Three rows of 30 tokens: padding at both ends, three documents in each, special tokens that no memory takes."""
+    """Three rows of 30 tokens: padding at both ends, three documents in each, special tokens that
+    no memory takes."""
     ids = token_ids(3, 30)
     ids[:, 4::9] = 0
     inputs = {"input_ids": ids, "labels": ids}
@@ -54,7 +62,9 @@ def rows(padded: bool, packed: bool) -> dict:
         inputs["attention_mask"][0, :7] = inputs["attention_mask"][1, 20:] = 0
         inputs["labels"] = ids.masked_fill(inputs["attention_mask"] == 0, -100)
     if packed:
-        inputs["position_ids"] = torch.cat([torch.arange(n) for n in (11, 5, 14)]).expand(3, -1).contiguous()
+        inputs["position_ids"] = (
+            torch.cat([torch.arange(n) for n in (11, 5, 14)]).expand(3, -1).contiguous()
+        )
     return inputs
 
 
@@ -62,7 +72,9 @@ def loss_and_gradients(model, call, inputs) -> tuple[torch.Tensor, dict]:
     model.zero_grad()
     loss = call(**inputs, use_cache=False).loss
     loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.slow
@@ -91,7 +103,10 @@ def test_any_padding_is_the_same_graph_and_a_batch_of_another_size_is_not():
     compiled = torch.compile(MODELS["gpt2"](), backend="eager")
     graphs = []
     for batch, tokens, padded in ((3, 30, slice(0, 9)), (3, 30, slice(25, 30)), (2, 17, slice(0))):
-        inputs = {name: tensor[:batch, :tokens] for name, tensor in rows(padded=False, packed=False).items()}
+        inputs = {
+            name: tensor[:batch, :tokens]
+            for name, tensor in rows(padded=False, packed=False).items()
+        }
         inputs["attention_mask"] = torch.ones(batch, tokens, dtype=torch.long)
         inputs["attention_mask"][0, padded] = 0
         compiled(**inputs, use_cache=False).loss.backward()
@@ -102,19 +117,26 @@ def test_any_padding_is_the_same_graph_and_a_batch_of_another_size_is_not():
 @pytest.mark.slow
 def test_packed_rows_leave_the_graph_for_the_layout_alone():
     model, inputs = MODELS["gpt2"](), rows(padded=False, packed=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="position_ids can begin any number of documents"):
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="position_ids can begin any number of documents"
+    ):
         torch.compile(model, fullgraph=True, backend="eager")(**inputs)
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(compiled(**inputs, use_cache=False).loss, model(**inputs, use_cache=False).loss)
-    assert counters["graph_break"] and all("segment_layout" in reason for reason in counters["graph_break"])
+    torch.testing.assert_close(
+        compiled(**inputs, use_cache=False).loss, model(**inputs, use_cache=False).loss
+    )
+    assert counters["graph_break"] and all(
+        "segment_layout" in reason for reason in counters["graph_break"]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, batch", [("gated_delta", 2), ("gemma2", 1)])
 def test_decoding_is_one_graph_for_all_tokens(name, batch):
-    """Over three borders of segments, with rows at different places; the second call may still compile, no later one."""
+    """Over three borders of segments, with rows at different places; the second call may still
+    compile, no later one."""
     model = MODELS[name]()
     ids = token_ids(batch, 40)
     mask = torch.ones_like(ids)
@@ -129,7 +151,9 @@ def test_decoding_is_one_graph_for_all_tokens(name, batch):
             inputs = {"attention_mask": seen, "past_key_values": cache, "use_cache": True}
             with torch._dynamo.config.patch(error_on_recompile=column > 15):
                 logits = step(ids[:, column : column + 1], **inputs).logits
-            torch.testing.assert_close(logits[:, 0], wanted[:, column], rtol=TOLERANCE, atol=TOLERANCE)
+            torch.testing.assert_close(
+                logits[:, 0], wanted[:, column], rtol=TOLERANCE, atol=TOLERANCE
+            )
     assert counters["stats"]["unique_graphs"] <= 2
 
 
@@ -138,22 +162,34 @@ def test_decoding_is_one_graph_for_all_tokens(name, batch):
 def test_a_graph_multiplies_few_rows_by_a_sum(rows, dtype):
     """In float32, whatever the factors are, where a matrix product would round to their dtype."""
     draw, graphs = torch.Generator().manual_seed(rows), []
-    left, right = (torch.randn(size, generator=draw).to(dtype) for size in ((2, 3, rows, 16), (2, 1, 16, 20)))
-    compiled = torch.compile(product, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    left, right = (
+        torch.randn(size, generator=draw).to(dtype) for size in ((2, 3, rows, 16), (2, 1, 16, 20))
+    )
+    compiled = torch.compile(
+        product, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph
+    )
     found, exact = compiled(left, right), left.double() @ right.double()
     assert ("@" in graphs[0].code or "matmul" in graphs[0].code) == (rows > FEW_ROWS)
     rounding = torch.finfo(dtype if rows > FEW_ROWS else torch.float32).eps
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=16 * rounding * float(exact.abs().max()))
+    torch.testing.assert_close(
+        found.double(), exact, rtol=0, atol=16 * rounding * float(exact.abs().max())
+    )
 
 
 @pytest.mark.slow
 def test_padded_masks_compile_for_avx2():
-    """Of booleans that it pads, torch.compile wrote C++ that is none; other machines are made to write for AVX2."""
-    attention_mask, memory_mask = torch.ones(3, 30, dtype=torch.long), torch.arange(90).view(3, 30) % 7 != 0
+    """Of booleans that it pads, torch.compile wrote C++ that is none; other machines are made to
+    write for AVX2."""
+    attention_mask, memory_mask = (
+        torch.ones(3, 30, dtype=torch.long),
+        torch.arange(90).view(3, 30) % 7 != 0,
+    )
     attention_mask[0, :7] = attention_mask[1, 20:] = 0
 
     def written(attention_mask, memory_mask):
-        return segment_layout(3, 30, 8, 1, attention_mask=attention_mask, memory_mask=memory_mask).written
+        return segment_layout(
+            3, 30, 8, 1, attention_mask=attention_mask, memory_mask=memory_mask
+        ).written
 
     with torch._inductor.config.patch({"cpp.simdlen": 256}):
         compiled = torch.compile(written, fullgraph=True)(attention_mask, memory_mask)
@@ -164,7 +200,8 @@ WINDOW = dict(segment_length=8, local_segments=1, sink_tokens=2)
 
 
 def half_kept():
-    """Five and three kept tokens, half of them by the attention received, half by a score that differs between tokens."""
+    """Five and three kept tokens, half of them by the attention received, half by a score that
+    differs between tokens."""
     options = {"kept_tokens": 5, "keep_score": "half", "kept_shares": [1, 0.6]}
     model = patch_model(decoder("llama", num_hidden_layers=2), **WINDOW, **options)
     for name, parameter in model.named_parameters():
@@ -177,16 +214,21 @@ DECODERS = {
     "gpt2": lambda: infini_gpt2(n_layer=2, n_positions=96),
     "llama": lambda: patch_model(decoder("llama", num_hidden_layers=1), **WINDOW),
     "qwen3": lambda: patch_model(decoder("qwen3", num_hidden_layers=1), **WINDOW, kept_tokens=3),
-    "gemma3_text": lambda: patch_model(decoder("gemma3_text", num_hidden_layers=2, **MIXED), **WINDOW, layers=[0, 1]),
+    "gemma3_text": lambda: patch_model(
+        decoder("gemma3_text", num_hidden_layers=2, **MIXED), **WINDOW, layers=[0, 1]
+    ),
     "half": half_kept,
-    "gated_delta": lambda: infini_gpt2(n_layer=1, update_rule="gated_delta", memory_conv=2, position_encoding="rope"),
+    "gated_delta": lambda: infini_gpt2(
+        n_layer=1, update_rule="gated_delta", memory_conv=2, position_encoding="rope"
+    ),
     "causal_mha": lambda: causal_mha(n_layer=1, attention="infini", segment_length=8),
 }
 END = 7
 
 
 class Forced(LogitsProcessor):
-    """The rows become these: so each step computes from the same tokens, also where rounding chooses another."""
+    """The rows become these: so each step computes from the same tokens, also where rounding
+    chooses another."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -197,13 +239,19 @@ class Forced(LogitsProcessor):
 
 
 def generated(model, rows, backend=None, begin=13, **options):
-    """`rows` `[batch, tokens]` by generate(), the first `begin` as the prompt; `backend`: by torch.compile, as on a GPU."""
+    """`rows` `[batch, tokens]` by generate(), the first `begin` as the prompt; `backend`: by
+    torch.compile, as on a GPU."""
     if backend:
         options["compile_config"] = CompileConfig(backend=backend, fullgraph=True)
         options["compile_config"]._compile_all_devices = True
     mask = torch.ones_like(rows[:, :begin])
     mask[0, :4] = 0
-    options = {"attention_mask": mask, "eos_token_id": END, "pad_token_id": 0, "output_logits": True} | options
+    options = {
+        "attention_mask": mask,
+        "eos_token_id": END,
+        "pad_token_id": 0,
+        "output_logits": True,
+    } | options
     options = {"logits_processor": [Forced(rows)]} | options
     options |= {"max_length": rows.shape[1], "return_dict_in_generate": True}
     return model.generate(rows[:, :begin], **options)
@@ -220,7 +268,9 @@ def assert_same_generation(found, wanted, tolerance):
     assert torch.equal(found.sequences, wanted.sequences)
     for one, other in zip(found.logits, wanted.logits, strict=True):
         unfinished = torch.isfinite(other).all(-1)
-        torch.testing.assert_close(one[unfinished], other[unfinished], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            one[unfinished], other[unfinished], rtol=tolerance, atol=tolerance
+        )
     states = cache_of(found).tensors()
     for name, tensor in cache_of(wanted).tensors().items():
         torch.testing.assert_close(states[name], tensor, rtol=tolerance, atol=tolerance)
@@ -245,8 +295,8 @@ def addresses(cache) -> dict[str, int]:
     ],
 )
 def test_generate_compiles_one_step_for_all_tokens(name, dtype, backend):
-    """Over five borders, with left padding and a row that ends early; the next generation has the same graph and tensors at
-    the same addresses, and what the one before has left stays."""
+    """Over five borders, with left padding and a row that ends early; the next generation has the
+    same graph and tensors at the same addresses, and what the one before has left stays."""
     model, tolerance = DECODERS[name]().to(dtype), 0.1 if dtype is torch.bfloat16 else TOLERANCE
     first, second = rows_of_text(), rows_of_text(seed=1)
     wanted = [generated(model, rows) for rows in (first, second)]
@@ -256,7 +306,10 @@ def test_generate_compiles_one_step_for_all_tokens(name, dtype, backend):
         again = generated(model, second, backend)
     assert counters["stats"]["unique_graphs"] == 1
     assert addresses(generation.step_caches[model]) == before
-    assert not set(before.values()) & {*addresses(cache_of(found)).values(), *addresses(cache_of(again)).values()}
+    assert not set(before.values()) & {
+        *addresses(cache_of(found)).values(),
+        *addresses(cache_of(again)).values(),
+    }
     assert_same_generation(found, wanted[0], tolerance)
     assert_same_generation(again, wanted[1], tolerance)
 
@@ -291,18 +344,23 @@ def test_compiled_generations_go_on_from_caches_copies_and_states():
 @pytest.mark.slow
 def test_rows_without_all_sinks_take_their_first_steps_as_they_are():
     model, rows = DECODERS["llama"](), rows_of_text()
-    wanted, found = (generated(model, rows, backend, begin=5) for backend in (None, "eager"))  # one token in the first row
+    # one token in the first row
+    wanted, found = (generated(model, rows, backend, begin=5) for backend in (None, "eager"))
     assert_same_generation(found, wanted, TOLERANCE)
     assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.slow
 def test_no_step_but_the_first_reads_values_back(monkeypatch):
-    """A GPU would be waited for. Of rows that complete their segments one after the other, with kept tokens."""
+    """A GPU would be waited for. Of rows that complete their segments one after the other, with
+    kept tokens."""
 
     class NeverReads(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+            assert function not in (
+                torch.ops.aten._local_scalar_dense.default,
+                torch.ops.aten.nonzero.default,
+            )
             return function(*args, **(kwargs or {}))
 
     begin, end, steps = StepCache.begin_step, StepCache.end_step, []
@@ -330,7 +388,8 @@ def test_generate_does_not_compile_what_it_cannot_and_says_so(monkeypatch):
     model = DECODERS["gpt2"]()
     generated(model, rows, "eager", output_hidden_states=True)
     generated(model, rows, "eager", num_beams=2, logits_processor=[])
-    with pytest.raises(ValueError, match="position 96 is beyond"):  # and not a failure inside of a graph
+    # and not a failure inside of a graph
+    with pytest.raises(ValueError, match="position 96 is beyond"):
         generated(model, token_ids(3, 100), "eager")
     thread = threading.Thread(target=generated, args=(model, rows, "eager"))
     thread.start()
@@ -339,7 +398,12 @@ def test_generate_does_not_compile_what_it_cannot_and_says_so(monkeypatch):
     found = generated(model, rows, "eager", position_ids=positions)
     assert_same_generation(found, generated(model, rows, position_ids=positions), 0.0)
     reasons = [text.rpartition("because of ")[2] for text in said]
-    expected = ["layers without a memory", "outputs of layers", "beams", "a text that may exceed n_positions"]
+    expected = [
+        "layers without a memory",
+        "outputs of layers",
+        "beams",
+        "a text that may exceed n_positions",
+    ]
     expected += ["another thread than the main one", "position_ids"]
     assert reasons == [f"{reason}." for reason in expected]
     generated(model, rows)  # a CPU
@@ -372,7 +436,9 @@ def test_a_generation_in_another_thread_leaves_the_compiled_one_alone():
 
         def __call__(self, ids, scores):
             for options in ({}, {"use_cache": False}):
-                thread = threading.Thread(target=generated, args=(model, rows[:, :16]), kwargs=options)
+                thread = threading.Thread(
+                    target=generated, args=(model, rows[:, :16]), kwargs=options
+                )
                 thread.start()
                 thread.join()
             return scores
@@ -388,17 +454,28 @@ def test_a_loop_of_ones_own_compiles_only_steps_and_a_failed_one_leaves_no_whole
     config = CompileConfig(backend="eager", fullgraph=True)
     config._compile_all_devices = True
     step = model.get_compiled_call(config)
-    told = [{}, {"position_ids": torch.zeros(2, 1, dtype=torch.long)}, {"attention_mask": torch.tensor([[1], [0]])}]
+    told = [
+        {},
+        {"position_ids": torch.zeros(2, 1, dtype=torch.long)},
+        {"attention_mask": torch.tensor([[1], [0]])},
+    ]
     told += [{"memory_mask": torch.tensor([[0], [1]])}, {"return_dict": False}, {}, {}]
     logits, caches = [], [InfiniCache(model.config) for _ in range(2)]
     for call, cache in zip((model, step), caches, strict=True):
         with torch.no_grad():
             model(rows[:, :20], **{CACHE: cache})
-            given = ({"input_ids": rows[:, 20 + place : 21 + place], **more} for place, more in enumerate(told))
-            logits.append(torch.cat([call(use_cache=True, **{CACHE: cache}, **more)[0] for more in given], 1))
+            given = (
+                {"input_ids": rows[:, 20 + place : 21 + place], **more}
+                for place, more in enumerate(told)
+            )
+            logits.append(
+                torch.cat([call(use_cache=True, **{CACHE: cache}, **more)[0] for more in given], 1)
+            )
     torch.testing.assert_close(*logits, rtol=TOLERANCE, atol=TOLERANCE)
     for name, tensor in caches[0].tensors().items():
-        torch.testing.assert_close(caches[1].tensors()[name], tensor, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(
+            caches[1].tensors()[name], tensor, rtol=TOLERANCE, atol=TOLERANCE
+        )
     assert counters["stats"]["unique_graphs"] >= 1
 
     with pytest.raises(IndexError):

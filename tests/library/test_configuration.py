@@ -1,4 +1,5 @@
-"""The options of InfiniGPT2Config: what they mean, how they are checked, that they survive saving."""
+"""The options of InfiniGPT2Config: what they mean, how they are checked, that they survive
+saving."""
 
 import ast
 import dataclasses
@@ -9,7 +10,13 @@ import pytest
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
 from cli.model_options import help_texts
-from hf_infini import CausalMHAConfig, InfiniGPT2Config, InfiniGPT2LMHeadModel, patch_model, unpatch_model
+from hf_infini import (
+    CausalMHAConfig,
+    InfiniGPT2Config,
+    InfiniGPT2LMHeadModel,
+    patch_model,
+    unpatch_model,
+)
 from hf_infini.models.scratch.options import ScratchOptions
 from hf_infini.options import MemoryOptions, in_words
 from models import SIZES, gpt2
@@ -28,8 +35,14 @@ def test_every_option_is_told_with_its_choices_and_its_default(options):
     entry = r"^        (\w+) \(.*, \*optional\*(?:, defaults to `?(.+?)`?)?\):$"
     written = dict(re.findall(entry, options.__doc__, re.MULTILINE))
     for field in dataclasses.fields(options):
-        assert (ast.literal_eval(written[field.name]) if written[field.name] else None) == field.default
-        for choice in typing.get_args(types[field.name]) if typing.get_origin(types[field.name]) is typing.Literal else ():
+        assert (
+            ast.literal_eval(written[field.name]) if written[field.name] else None
+        ) == field.default
+        for choice in (
+            typing.get_args(types[field.name])
+            if typing.get_origin(types[field.name]) is typing.Literal
+            else ()
+        ):
             assert f'"{choice}"' in texts[field.name]
 
 
@@ -37,7 +50,11 @@ def test_every_option_is_told_with_its_choices_and_its_default(options):
 def test_every_number_has_limits_and_its_help_text_says_them(options):
     texts, types = help_texts(options), typing.get_type_hints(options)
     kinds = {name: {kind, *typing.get_args(kind)} for name, kind in types.items()}
-    numbers = [field for field in dataclasses.fields(options) if {int, float} & kinds[field.name] and field.name != "layers"]
+    numbers = [
+        field
+        for field in dataclasses.fields(options)
+        if {int, float} & kinds[field.name] and field.name != "layers"
+    ]
     assert len(numbers) >= 6
     for field in numbers:
         words = in_words(field.metadata)
@@ -46,10 +63,16 @@ def test_every_number_has_limits_and_its_help_text_says_them(options):
 
 def test_options_on_top_of_a_saved_config(tmp_path):
     GPT2Config(n_layer=2).save_pretrained(tmp_path / "plain")
-    assert InfiniGPT2Config.from_pretrained(tmp_path / "plain", segment_length=32).segment_length == 32
-    assert type(InfiniGPT2Config.from_pretrained(tmp_path / "plain")) is GPT2Config  # a plain model stays one
+    assert (
+        InfiniGPT2Config.from_pretrained(tmp_path / "plain", segment_length=32).segment_length == 32
+    )
+    # a plain model stays one
+    assert type(InfiniGPT2Config.from_pretrained(tmp_path / "plain")) is GPT2Config
     InfiniGPT2Config(segment_length=32).save_pretrained(tmp_path / "infini")
-    assert InfiniGPT2Config.from_pretrained(tmp_path / "infini", segment_length=16).segment_length == 16
+    assert (
+        InfiniGPT2Config.from_pretrained(tmp_path / "infini", segment_length=16).segment_length
+        == 16
+    )
 
 
 INFINI = {"segment_length": 8}
@@ -57,9 +80,17 @@ INFINI = {"segment_length": 8}
 
 @pytest.mark.parametrize("config", [InfiniGPT2Config, CausalMHAConfig])
 def test_other_attributes_are_kept(config, tmp_path):
-    notes = {"trained_on": "Carolina", "corpus": {"documents": 3}, "seed": 1, "n_ctx": 64, "quantization_config": {"a": 1}}
+    notes = {
+        "trained_on": "Carolina",
+        "corpus": {"documents": 3},
+        "seed": 1,
+        "n_ctx": 64,
+        "quantization_config": {"a": 1},
+    }
     options = INFINI if config is InfiniGPT2Config else {}
-    config(**options, **notes, task_specific_params={"text-generation": {"do_sample": True}}).save_pretrained(tmp_path)
+    config(
+        **options, **notes, task_specific_params={"text-generation": {"do_sample": True}}
+    ).save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path)
     assert {name: getattr(loaded, name) for name in notes} == notes
 

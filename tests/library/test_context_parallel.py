@@ -1,4 +1,5 @@
-"""Context parallelism: the ranks that share a row compute what one process does, outputs, losses and gradients."""
+"""Context parallelism: the ranks that share a row compute what one process does, outputs, losses
+and gradients."""
 
 import random
 from unittest import mock
@@ -13,8 +14,9 @@ from hf_infini.tools.parallel import shard_rows
 from models import causal_mha, infini_gpt2
 from ranks import on_ranks
 
-# Of the largest number that is compared. Sums in another order round differently; transformers computes the loss, and the
-# layers the start of z, in float32 whatever the model's dtype. 130 such cases differ by at most 2e-7 and 2e-6.
+# Of the largest number that is compared. Sums in another order round differently; transformers
+# computes the loss, and the layers the start of z, in float32 whatever the model's dtype. 130 such
+# cases differ by at most 2e-7 and 2e-6.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5}
 RULES = ("linear", "delta", "gated_delta")
 SIZES = (2, 3, 4)
@@ -35,7 +37,9 @@ def model_of(draw: random.Random, dtype: torch.dtype):
     if options["kept_tokens"]:
         options["keep_score"] = draw.choice(["attention", "learned", "half"])
     if rule != "gated_delta":
-        options |= draw.choice([{}, {"feature_map": "exp"}, {"feature_map": "exp", "memory_write": "learned"}])
+        options |= draw.choice(
+            [{}, {"feature_map": "exp"}, {"feature_map": "exp", "memory_write": "learned"}]
+        )
     kind = draw.choice(["gpt2", "causal_mha", "llama"])
     if kind == "llama":
         model = patch_model(decoder("llama", num_hidden_layers=2), **options)
@@ -53,7 +57,8 @@ def model_of(draw: random.Random, dtype: torch.dtype):
 
 
 def rows_of(draw: random.Random, tokens: int) -> dict[str, torch.Tensor]:
-    """Two rows: plain, padded (anywhere, or at the end over whole shards), of documents that begin anywhere, or both."""
+    """Two rows: plain, padded (anywhere, or at the end over whole shards), of documents that begin
+    anywhere, or both."""
     generator = torch.Generator().manual_seed(draw.randint(0, 10**6))
     batch = {"input_ids": torch.randint(89, (2, tokens), generator=generator)}
     real = torch.ones(2, tokens, dtype=torch.long)
@@ -77,12 +82,16 @@ def run(model, batch, count) -> tuple[torch.Tensor, torch.Tensor, dict[str, torc
     model.zero_grad()
     output = model(**batch, num_items_in_batch=count)
     output.loss.backward()
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    gradients = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for n, p in model.named_parameters()
+    }
     return output.logits.detach(), output.loss.detach(), gradients
 
 
 def differences(seeds: range, dtype: torch.dtype) -> list[tuple[int, str, float]]:
-    """On every rank: how far what the ranks find together is from what one process does, of the largest number compared."""
+    """On every rank: how far what the ranks find together is from what one process does, of the
+    largest number compared."""
     groups = {size: distributed.new_group(range(size)) for size in SIZES}
     found = []
     for seed in seeds:
@@ -97,7 +106,13 @@ def differences(seeds: range, dtype: torch.dtype) -> list[tuple[int, str, float]
         tokens = draw.randint(2 * size, 4 * model.config.window[0] * size)
         batch = rows_of(draw, tokens)
         if draw.random() < 0.3:  # of some layers or states nothing has a gradient, on any rank
-            trained = draw.choice([("gate",), ("o_proj", "c_proj", "out_proj"), ("q_proj", "W_query", "h.1.attn.c_attn")])
+            trained = draw.choice(
+                [
+                    ("gate",),
+                    ("o_proj", "c_proj", "out_proj"),
+                    ("q_proj", "W_query", "h.1.attn.c_attn"),
+                ]
+            )
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(any(part in name for part in trained))
         if distributed.get_rank() >= size:
@@ -114,7 +129,13 @@ def differences(seeds: range, dtype: torch.dtype) -> list[tuple[int, str, float]
         for name, (wanted, own) in pairs.items():
             if name != "logits":
                 distributed.all_reduce(own, group=groups[size])
-            found.append((seed, name, float((own - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))))
+            found.append(
+                (
+                    seed,
+                    name,
+                    float((own - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)),
+                )
+            )
     return found
 
 
@@ -124,7 +145,9 @@ def test_ranks_compute_what_one_process_does(dtype):
     for found in on_ranks(differences, max(SIZES), seeds, dtype):
         assert not isinstance(found, Exception), found
         assert len(found) > 40
-        assert max(entry[2] for entry in found) < TOLERANCE[dtype], [e for e in found if not e[2] < TOLERANCE[dtype]]
+        assert max(entry[2] for entry in found) < TOLERANCE[dtype], [
+            e for e in found if not e[2] < TOLERANCE[dtype]
+        ]
 
 
 def in_half_precision() -> list[float]:
@@ -140,7 +163,9 @@ def in_half_precision() -> list[float]:
         found.append([loss.detach(), model.transformer.h[0].attn.c_attn.weight.grad.clone()])
     for own in found[1]:
         distributed.all_reduce(own)
-    return [float((own - wanted).norm() / wanted.norm()) for wanted, own in zip(*found, strict=True)]
+    return [
+        float((own - wanted).norm() / wanted.norm()) for wanted, own in zip(*found, strict=True)
+    ]
 
 
 def test_half_precision_is_exchanged_as_it_is():
@@ -153,18 +178,29 @@ def refusals() -> list[str]:
     """What each call that cannot be right is told, on this rank."""
     rank, model = distributed.get_rank(), infini_gpt2(n_layer=2)
     batch = {"input_ids": torch.randint(89, (2, 48), generator=torch.Generator().manual_seed(0))}
-    other, used = infini_gpt2(n_layer=2, update_rule=RULES[rank], sink_tokens=rank), shard_rows(batch, model.config)
+    other, used = (
+        infini_gpt2(n_layer=2, update_rule=RULES[rank], sink_tokens=rank),
+        shard_rows(batch, model.config),
+    )
     model(**used)
     calls = [
         lambda: shard_rows({"input_ids": batch["input_ids"][:, :5]}, model.config),
         lambda: shard_rows(batch | {"labels": batch["input_ids"][:, 1:]}, model.config),
         lambda: shard_rows(batch, infini_gpt2(layers=[1]).config),
         lambda: model(**used),
-        lambda: model(**shard_rows({"input_ids": batch["input_ids"][: 1 + rank % 2]}, model.config)),
-        lambda: model(**shard_rows(batch | ({"attention_mask": batch["input_ids"] >= 0} if rank else {}), model.config)),
+        lambda: model(
+            **shard_rows({"input_ids": batch["input_ids"][: 1 + rank % 2]}, model.config)
+        ),
+        lambda: model(
+            **shard_rows(
+                batch | ({"attention_mask": batch["input_ids"] >= 0} if rank else {}), model.config
+            )
+        ),
         lambda: model(**shard_rows({"input_ids": batch["input_ids"].roll(rank, 1)}, model.config)),
         lambda: other(**shard_rows(batch, other.config)),
-        lambda: model(**(shard_rows(batch, model.config) | {"input_ids": batch["input_ids"][:, :12]})),
+        lambda: model(
+            **(shard_rows(batch, model.config) | {"input_ids": batch["input_ids"][:, :12]})
+        ),
     ]
     found = []
     for call in calls:
@@ -179,7 +215,8 @@ def test_what_cannot_be_right_is_refused_on_every_rank():
     wanted = [
         "rows of 5 tokens are too short for 3 shards of 2 at least: use fewer ranks",
         "all parts [rows, tokens, …]; got {'input_ids': [2, 48], 'labels': [2, 47]}",
-        "layers [0, 2] of this model have no memory: their attention would need the keys and values of all ranks",
+        "layers [0, 2] of this model have no memory: their attention would need the keys and "
+        "values of all ranks",
         "a ShardCache is for one call",
         "the ranks that share a row differ, listed by rank: {'batch': [1, 2, 1], 'sha256 of whole",
         "{'attention_mask': [False, True, True]}",
@@ -194,7 +231,8 @@ def test_what_cannot_be_right_is_refused_on_every_rank():
 
 
 def received(tokens: int, rule: str, **options) -> int:
-    """Bytes that this rank receives for one layer in the forward and the backward pass of one step."""
+    """Bytes that this rank receives for one layer in the forward and the backward pass of one
+    step."""
     found = []
     for layers in (1, 2):
         model = infini_gpt2(n_layer=layers, n_positions=256, update_rule=rule, **options)
@@ -205,9 +243,15 @@ def received(tokens: int, rule: str, **options) -> int:
             count += sum(each.tensor.nbytes for each in operations if each.op is distributed.irecv)
             return call(operations)
 
-        batch = {"input_ids": torch.randint(1, 89, (2, tokens), generator=torch.Generator().manual_seed(0))}
+        batch = {
+            "input_ids": torch.randint(
+                1, 89, (2, tokens), generator=torch.Generator().manual_seed(0)
+            )
+        }
         with mock.patch.object(distributed, "batch_isend_irecv", batch_isend_irecv):
-            model(**shard_rows(batch | {"labels": batch["input_ids"]}, model.config)).loss.backward()
+            model(
+                **shard_rows(batch | {"labels": batch["input_ids"]}, model.config)
+            ).loss.backward()
         found.append(count)
     return found[1] - found[0]
 
@@ -215,16 +259,21 @@ def received(tokens: int, rule: str, **options) -> int:
 def counts() -> dict[str, list[int]]:
     options = {"segment_length": 8, "local_segments": 2, "memory_conv": 3}
     found = {rule: [received(tokens, rule, **options) for tokens in (96, 192)] for rule in RULES}
-    return found | {"kept": [received(tokens, "linear", **options, kept_tokens=5) for tokens in (96, 192)]}
+    return found | {
+        "kept": [received(tokens, "linear", **options, kept_tokens=5) for tokens in (96, 192)]
+    }
 
 
 def test_bytes_do_not_grow_with_the_text():
-    """A layer's state of two rows, from the rank before; its gradient, from the rank after, without the kept positions."""
+    """A layer's state of two rows, from the rank before; its gradient, from the rank after, without
+    the kept positions."""
     for rank, found in enumerate(on_ranks(counts, 3)):
         assert not isinstance(found, Exception), found
         for rule, lengths in found.items():
             options = {"kept_tokens": 5} if rule == "kept" else {"update_rule": rule}
-            config = infini_gpt2(n_layer=1, segment_length=8, local_segments=2, memory_conv=3, **options).config
+            config = infini_gpt2(
+                n_layer=1, segment_length=8, local_segments=2, memory_conv=3, **options
+            ).config
             numbers = 2 * 4 * 5 * 8 * (rule == "kept")  # int64
             state = 2 * (cache_bytes(config) - COUNTS)
             assert lengths == [state * (rank > 0) + (state - numbers) * (rank < 2)] * 2

@@ -1,5 +1,6 @@
-"""An adapter of PEFT and the memory beside it: its modules are what PEFT chooses for the plain model, no way of loading
-leaves the memory out without a word, and both are saved and loaded together."""
+"""An adapter of PEFT and the memory beside it: its modules are what PEFT chooses for the plain
+model, no way of loading leaves the memory out without a word, and both are saved and loaded
+together."""
 
 import warnings
 from pathlib import Path
@@ -51,7 +52,9 @@ def stock(folder):
 
 def learned(folder):
     model = patch_model(stock(folder), **OPTIONS, **LEARNED)
-    memory = [p for name, p in model.named_parameters() if not {*PARAMETERS}.isdisjoint(name.split("."))]
+    memory = [
+        p for name, p in model.named_parameters() if not {*PARAMETERS}.isdisjoint(name.split("."))
+    ]
     return shaken(model, memory)
 
 
@@ -61,16 +64,22 @@ def adapted(model, **options):
 
 BASES = {
     "patched": lambda folder: patch_model(stock(folder), **OPTIONS),
-    "loaded with a memory": lambda folder: InfiniQwen2ForCausalLM.from_pretrained(folder, **OPTIONS),
+    "loaded with a memory": lambda folder: InfiniQwen2ForCausalLM.from_pretrained(
+        folder, **OPTIONS
+    ),
     "patched and learned": learned,
 }
 LOADERS = {
-    "AutoPeftModelForCausalLM": lambda folder, plain: peft.AutoPeftModelForCausalLM.from_pretrained(folder),
+    "AutoPeftModelForCausalLM": lambda folder, plain: peft.AutoPeftModelForCausalLM.from_pretrained(
+        folder
+    ),
     "PeftModel": lambda folder, plain: peft.PeftModel.from_pretrained(stock(plain), folder),
     "AutoModelForCausalLM": lambda folder, plain: AutoModelForCausalLM.from_pretrained(folder),
     "pipeline": lambda folder, plain: pipeline("text-generation", model=str(folder)),
     "load_adapter of transformers": lambda folder, plain: stock(plain).load_adapter(str(folder)),
-    "load_adapter of PEFT": lambda folder, plain: adapted(BASES["patched"](plain)).load_adapter(folder, "x"),
+    "load_adapter of PEFT": lambda folder, plain: adapted(BASES["patched"](plain)).load_adapter(
+        folder, "x"
+    ),
 }
 
 
@@ -78,8 +87,15 @@ LOADERS = {
 def test_what_lora_config_chooses_is_what_peft_chooses_for_the_plain_model(model_type):
     model, plain = patch_model(decoder(model_type), **OPTIONS), decoder(model_type)
     found, wanted = (
-        {name: p.shape for name, p in peft.get_peft_model(m, config).named_parameters() if "lora_" in name}
-        for m, config in ((model, lora_config(model)), (plain, peft.LoraConfig(task_type="CAUSAL_LM")))
+        {
+            name: p.shape
+            for name, p in peft.get_peft_model(m, config).named_parameters()
+            if "lora_" in name
+        }
+        for m, config in (
+            (model, lora_config(model)),
+            (plain, peft.LoraConfig(task_type="CAUSAL_LM")),
+        )
     )
     assert found == wanted and len(wanted) >= 4
 
@@ -103,7 +119,9 @@ def test_save_adapter_saves_it_beside_any_adapter(kind, plain, tmp_path):
     model = learned(plain)
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     if kind == "ia3":
-        config = peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
+        config = peft.IA3Config(
+            task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]
+        )
     model = shaken(peft.get_peft_model(model, config))
     save_adapter(model, tmp_path)
     with pytest.raises(ValueError, match=HINT):
@@ -120,7 +138,9 @@ def test_each_of_several_adapters_brings_it(plain, tmp_path):
     assert torch.equal(logits(load_adapter(stock(plain), tmp_path / "two")), logits(model))
     with pytest.raises(ValueError, match=HINT):
         LOADERS["PeftModel"](tmp_path / "one", plain)
-    with pytest.raises(ValueError, match="one adapter is saved, named 'default'; this model has one, two"):
+    with pytest.raises(
+        ValueError, match="one adapter is saved, named 'default'; this model has one, two"
+    ):
         hf_infini.save_adapter(model, tmp_path / "both")
     assert not (tmp_path / "both").exists()
 
@@ -140,7 +160,8 @@ def test_of_a_base_that_is_saved_with_its_memory_peft_loads_it(plain, tmp_path):
 
 
 def test_an_adapter_that_transformers_adds_and_saves_brings_it(plain, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.19")  # some want what is not released
+    # some want what is not released
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.19")
     model = learned(plain)
     model.add_adapter(lora_config(model))
     with warnings.catch_warnings():
@@ -168,18 +189,26 @@ def patched_inside(model):
 
 LOSSES = {
     "own": lambda folder, plain: peft.get_peft_model(learned(plain), lora()),
-    "own, with gates": lambda folder, plain: peft.get_peft_model(learned(plain), lora(modules_to_save=["gate"])),
+    "own, with gates": lambda folder, plain: peft.get_peft_model(
+        learned(plain), lora(modules_to_save=["gate"])
+    ),
     "loaded by our function": lambda folder, plain: (
         save_adapter(peft.get_peft_model(learned(plain), lora()), folder / "first"),
         load_adapter(stock(plain), folder / "first"),
     )[1],
-    "patched under an adapter": lambda folder, plain: patched_inside(peft.get_peft_model(stock(plain), lora())),
+    "patched under an adapter": lambda folder, plain: patched_inside(
+        peft.get_peft_model(stock(plain), lora())
+    ),
 }
 NO_LOSSES = {
     "lora_config": lambda folder, plain: adapted(learned(plain)),
-    "a base that is saved with its memory": lambda folder, plain: peft.get_peft_model(saved_memory(folder, plain), lora()),
+    "a base that is saved with its memory": lambda folder, plain: peft.get_peft_model(
+        saved_memory(folder, plain), lora()
+    ),
     "a plain model": lambda folder, plain: peft.get_peft_model(stock(plain), lora()),
-    "unpatched since": lambda folder, plain: peft.get_peft_model(hf_infini.unpatch_model(learned(plain)), lora()),
+    "unpatched since": lambda folder, plain: peft.get_peft_model(
+        hf_infini.unpatch_model(learned(plain)), lora()
+    ),
 }
 
 
@@ -196,7 +225,9 @@ def test_peft_warns_when_it_saves_an_adapter_without_its_memory(make, plain, tmp
 
 def test_a_configuration_for_two_models_warns_for_the_one_with_a_memory(plain, tmp_path):
     config = lora()
-    patched, other = (peft.get_peft_model(model, config) for model in (learned(plain), stock(plain)))
+    patched, other = (
+        peft.get_peft_model(model, config) for model in (learned(plain), stock(plain))
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnsavedMemoryWarning)
         other.save_pretrained(tmp_path)

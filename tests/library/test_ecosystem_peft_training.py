@@ -1,11 +1,18 @@
-"""Training a memory beside a LoRA, in any kind of loop: the gates move, and what was learned is saved and resumed."""
+"""Training a memory beside a LoRA, in any kind of loop: the gates move, and what was learned is
+saved and resumed."""
 
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from corpora.tokenization import build_character_tokenizer
 from decoders import decoder, token_ids
@@ -21,7 +28,13 @@ OPTIONS = {"segment_length": 8, "local_segments": 1}
 LEARNED = {"memory_conv": 2, "memory_write": "learned", "feature_map": "exp"}
 KEEPING = {"kept_tokens": 4, "keep_score": "half"}
 ROOT = Path(__file__).parents[2]
-RUN = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+RUN = {
+    "use_cpu": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "logging_strategy": "no",
+}
 
 
 def patched(**options):
@@ -37,25 +50,45 @@ def gates(model):
     return torch.stack([gate().detach() for gate in gates_of(model).values()])
 
 
-@pytest.mark.parametrize("options", [LEARNED | KEEPING, {"layers": [1, 3]}], ids=["learned", "layers"])
+@pytest.mark.parametrize(
+    "options", [LEARNED | KEEPING, {"layers": [1, 3]}], ids=["learned", "layers"]
+)
 def test_lora_config_trains_the_gates(options):
     model = with_lora(lora_config, **options)
-    learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad and "lora_" not in name}
+    learned = {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and "lora_" not in name
+    }
     gates = {f"{name}.weight" for name in gates_of(patched(**options))}
     assert len(gates) == len(model.config.infini_layers)
-    assert {name.removeprefix("base_model.model.").replace(".modules_to_save.default", "") for name in learned} == gates
+    assert {
+        name.removeprefix("base_model.model.").replace(".modules_to_save.default", "")
+        for name in learned
+    } == gates
 
 
 def test_lora_config_takes_the_options_of_peft_s():
     model = patched()
     config = lora_config(model, r=3, modules_to_save=["lm_head"], target_modules=["k_proj"])
     assert isinstance(config, peft.LoraConfig) and config.task_type == "CAUSAL_LM" and config.r == 3
-    assert config.modules_to_save == ["self_attn.gate", "lm_head"] and config.target_modules == {"k_proj"}
+    assert config.modules_to_save == ["self_attn.gate", "lm_head"] and config.target_modules == {
+        "k_proj"
+    }
     assert lora_config(peft.get_peft_model(model, config)).modules_to_save == ["self_attn.gate"]
-    assert lora_config(causal_mha(attention="infini", segment_length=8)).modules_to_save == ["attn.gate"]
+    assert lora_config(causal_mha(attention="infini", segment_length=8)).modules_to_save == [
+        "attn.gate"
+    ]
     experts = patch_model(decoder("qwen3_moe"), **OPTIONS)  # whose routers are named "gate" too
     model = peft.get_peft_model(experts, lora_config(experts, target_modules=["q_proj"]))
-    assert sum(parameter.requires_grad for name, parameter in model.named_parameters() if "gate" in name) == 4
+    assert (
+        sum(
+            parameter.requires_grad
+            for name, parameter in model.named_parameters()
+            if "gate" in name
+        )
+        == 4
+    )
     for nothing in (decoder("llama"), torch.nn.Linear(2, 2), None):
         with pytest.raises(ValueError, match="has no memory to train beside a LoRA: patch_model"):
             lora_config(nothing)
@@ -72,7 +105,8 @@ def loop(model, steps):
 
 
 def by_two() -> list[list]:
-    """DDP does without `find_unused_parameters`: whatever is to be trained has a gradient in every step."""
+    """DDP does without `find_unused_parameters`: whatever is to be trained has a gradient in every
+    step."""
     torch.manual_seed(0)
     model = with_lora(lora_config)
     loop(torch.nn.parallel.DistributedDataParallel(model), steps=3)
@@ -102,12 +136,15 @@ def test_a_checkpoint_is_resumed_with_its_memory(tmp_path):
 
 @pytest.mark.slow
 def test_the_documented_program_with_trl_runs(tmp_path, monkeypatch):
-    """With a small model in the place of the one that would be downloaded, and three steps on a CPU."""
+    """With a small model in the place of the one that would be downloaded, and three steps on a
+    CPU."""
     decoder("llama").save_pretrained(tmp_path / "stock")
     tokenizer = build_character_tokenizer(["abcdefgh"])
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     tokenizer.save_pretrained(tmp_path / "stock")
-    (tmp_path / "textos.jsonl").write_text(f'{{"text": "{"abacadefhg" * 200}"}}\n' * 4, encoding="utf-8")
+    (tmp_path / "textos.jsonl").write_text(
+        f'{{"text": "{"abacadefhg" * 200}"}}\n' * 4, encoding="utf-8"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     pages = (ROOT / "docs" / "fine-tune.md").read_text(encoding="utf-8")

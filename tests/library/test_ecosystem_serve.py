@@ -1,4 +1,5 @@
-"""`transformers serve` and `transformers chat`, and `pipeline`: a patched model answers as it does in Python."""
+"""`transformers serve` and `transformers chat`, and `pipeline`: a patched model answers as it does
+in Python."""
 
 import contextlib
 import os
@@ -29,7 +30,9 @@ COMMAND = str(Path(sys.executable).with_name("transformers"))
 WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
 MODELS = {
     "qwen2": lambda **options: patch_model(decoder("qwen2", **options), **WINDOW),
-    "causal_mha": lambda **options: causal_mha(attention="infini", segment_length=8, position_encoding="rope", **options),
+    "causal_mha": lambda **options: causal_mha(
+        attention="infini", segment_length=8, position_encoding="rope", **options
+    ),
     "infini_gpt2": lambda **options: infini_gpt2(position_encoding="rope", **options),
 }
 
@@ -40,7 +43,10 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     tokenizer.chat_template = "{% for turn in messages %}{{ turn.content }} {% endfor %}"
     found = {name: tmp_path_factory.mktemp(name) for name in MODELS}
     for name, folder in found.items():
-        ids = {id_name: getattr(tokenizer, id_name) for id_name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        ids = {
+            id_name: getattr(tokenizer, id_name)
+            for id_name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        }
         MODELS[name](vocab_size=len(tokenizer), **ids).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return found
@@ -48,9 +54,14 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 def answer(folder: Path, prompt: str) -> str:
     """Eight tokens, the likeliest again and again."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     messages = [{"role": "user", "content": prompt}]
-    given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    given = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     text = model.generate(**given, max_new_tokens=8, do_sample=False)
     return tokenizer.decode(text[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
 
@@ -61,9 +72,15 @@ def served(folder: Path):
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
-    environment = os.environ | {"HF_HOME": str(folder / "home"), "PYTHONPATH": str(Path(hf_infini.__file__).parents[1])}
+    environment = os.environ | {
+        "HF_HOME": str(folder / "home"),
+        "PYTHONPATH": str(Path(hf_infini.__file__).parents[1]),
+    }
     command = [COMMAND, "serve", "--trust-remote-code", "--device", "cpu", "--port", str(port)]
-    with open(folder / "log", "w+") as log, subprocess.Popen(command, env=environment, stdout=log, stderr=log) as server:
+    with (
+        open(folder / "log", "w+") as log,
+        subprocess.Popen(command, env=environment, stdout=log, stderr=log) as server,
+    ):
         try:
             for _ in range(240):
                 assert server.poll() is None, (folder / "log").read_text()
@@ -77,7 +94,12 @@ def served(folder: Path):
 
 
 def asked(address: str, model: Path) -> str:
-    body = {"model": str(model), "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "temperature": 0}
+    body = {
+        "model": str(model),
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
     reply = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=300).raise_for_status()
     return reply.json()["choices"][0]["message"]["content"]
 
@@ -88,17 +110,30 @@ def test_the_stub_beside_a_model_serves_all_kinds_and_is_chatted_with(folders, t
     with served(tmp_path) as address:
         for folder in folders.values():
             assert asked(address, folder) == answer(folder, PROMPT)
-        command = [COMMAND, "chat", str(folders["qwen2"]), address, "max_new_tokens=8", "do_sample=False"]
-        online = os.environ | {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}  # offline it asks no server
-        chat = subprocess.run(command, env=online, input=said, cwd=tmp_path, capture_output=True, text=True)
+        command = [
+            COMMAND,
+            "chat",
+            str(folders["qwen2"]),
+            address,
+            "max_new_tokens=8",
+            "do_sample=False",
+        ]
+        # offline it asks no server
+        online = os.environ | {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
+        chat = subprocess.run(
+            command, env=online, input=said, cwd=tmp_path, capture_output=True, text=True
+        )
     assert chat.returncode == 0, chat.stderr
-    wanted, found = (re.sub(r"\W", "", text) for text in (answer(folders["qwen2"], PROMPT), chat.stdout))
+    wanted, found = (
+        re.sub(r"\W", "", text) for text in (answer(folders["qwen2"], PROMPT), chat.stdout)
+    )
     assert wanted in found
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_pipeline_answers_a_batch_of_ragged_prompts_as_each_alone(name, folders):
-    prompts = [TEXTS[0][:60], TEXTS[1][:9], TEXTS[2][:110]]  # within one segment, less than one, several
+    # within one segment, less than one, several
+    prompts = [TEXTS[0][:60], TEXTS[1][:9], TEXTS[2][:110]]
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     generate = pipeline("text-generation", model=str(folders[name]), device="cpu")
     options = {"batch_size": 3, "max_new_tokens": 8, "do_sample": False}
@@ -112,6 +147,8 @@ def test_classes_are_found_in_transformers_whichever_module_of_it_one_has():
 
     model = MODELS["qwen2"]()
     for module in (transformers, sys.modules["transformers"], again.transformers_module):
-        assert module.InfiniQwen2ForCausalLM is type(model) and module.InfiniQwen2Config is type(model.config)
+        assert module.InfiniQwen2ForCausalLM is type(model) and module.InfiniQwen2Config is type(
+            model.config
+        )
         assert module.CausalMHAForCausalLM is hf_infini.CausalMHAForCausalLM
         assert module.InfiniGPT2LMHeadModel is hf_infini.InfiniGPT2LMHeadModel

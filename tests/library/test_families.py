@@ -1,4 +1,5 @@
-"""Every family of decoders with Infini-attention: the own model in one segment, the naive function beyond."""
+"""Every family of decoders with Infini-attention: the own model in one segment, the naive function
+beyond."""
 
 import copy
 import inspect
@@ -19,23 +20,30 @@ from models import in_calls, naive_attend, with_rates
 # Logits of size 5 from four layers in float32, summed in another order
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-4}
 WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
-QUICK = ("gpt2", "llama", "gemma2", "smollm3")  # GPT-2, plain, with sliding layers, with layers without positions
+# GPT-2, plain, with sliding layers, with layers without positions
+QUICK = ("gpt2", "llama", "gemma2", "smollm3")
 each_type = pytest.mark.parametrize(
-    "model_type", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
+    "model_type",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES],
 )
 four_types = pytest.mark.parametrize("model_type", QUICK)
 
 
 @each_type
 def test_one_segment_is_the_own_model(model_type):
-    """Logits, loss and gradients; the base model shows the own signature, by which others choose what they pass to it."""
+    """Logits, loss and gradients; the base model shows the own signature, by which others choose
+    what they pass to it."""
     model, ids = decoder(model_type), token_ids(2, 40)
     layers = attention_layers(decoder_of(model))
 
     def measured():
         output = model(ids, labels=ids, use_cache=False)
         output.loss.backward()
-        found = {name: p.grad for name, p in model.named_parameters() if "gate.weight" not in name or ".mlp." in name}
+        found = {
+            name: p.grad
+            for name, p in model.named_parameters()
+            if "gate.weight" not in name or ".mlp." in name
+        }
         model.zero_grad()
         return output.logits, output.loss, found
 
@@ -47,7 +55,9 @@ def test_one_segment_is_the_own_model(model_type):
     for name, gradient in wanted[2].items():
         if gradient is not None:
             size = float(gradient.abs().max())
-            torch.testing.assert_close(found[2][name], gradient, rtol=1e-4, atol=1e-5 * max(size, 1e-3), msg=name)
+            torch.testing.assert_close(
+                found[2][name], gradient, rtol=1e-4, atol=1e-5 * max(size, 1e-3), msg=name
+            )
     unpatch_model(model)
     again = measured()
     assert torch.equal(again[0], wanted[0]) and again[2].keys() == wanted[2].keys()
@@ -58,12 +68,18 @@ def test_one_segment_is_the_own_model(model_type):
 
 @pytest.mark.parametrize(
     ("model_type", "rule"),
-    [pytest.param(name, "linear", marks=[] if name in QUICK else pytest.mark.slow) for name in TYPES]
+    [
+        pytest.param(name, "linear", marks=[] if name in QUICK else pytest.mark.slow)
+        for name in TYPES
+    ]
     + [(name, "gated_delta") for name in QUICK],
 )
 def test_beyond_a_segment_it_is_the_naive_function(model_type, rule, monkeypatch, tmp_path):
     """In one pass, chunks and single steps, padded and packed, and after saving and loading."""
-    model, ids = with_rates(patch_model(decoder(model_type), **WINDOW, gate_init=-1.0, update_rule=rule)), token_ids(2, 40)
+    model, ids = (
+        with_rates(patch_model(decoder(model_type), **WINDOW, gate_init=-1.0, update_rule=rule)),
+        token_ids(2, 40),
+    )
     first, second = token_ids(1, 30), token_ids(1, 21, seed=1)
     padded = torch.cat([first, torch.cat([torch.zeros(1, 9, dtype=torch.long), second], 1)])
     mask, positions = torch.ones_like(padded), torch.cat([torch.arange(30), torch.arange(21)])[None]
@@ -74,7 +90,9 @@ def test_beyond_a_segment_it_is_the_naive_function(model_type, rule, monkeypatch
         chunks = in_calls(model, ids, (0, 5, 6, 19, 20, 40))
         steps = in_calls(model, ids[:1], range(41))
         batch = model(padded, attention_mask=mask, use_cache=False).logits
-        packed = model(torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits[0]
+        packed = model(
+            torch.cat([first, second], 1), position_ids=positions, use_cache=False
+        ).logits[0]
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
         assert type(loaded) is type(model) and loaded.config.window == (8, 1, 2, 0)
         assert torch.equal(loaded(ids, use_cache=False).logits, fast)
@@ -84,12 +102,15 @@ def test_beyond_a_segment_it_is_the_naive_function(model_type, rule, monkeypatch
     torch.testing.assert_close(fast, naive, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(chunks, fast, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(steps, fast[:1], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(torch.cat([batch[0], batch[1, 9:]]), torch.cat(alone), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.cat([batch[0], batch[1, 9:]]), torch.cat(alone), rtol=1e-4, atol=1e-4
+    )
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
 def test_experts_are_computed_as_in_the_own_model(tmp_path, monkeypatch):
-    """In one product, not in a loop, unless a loop is asked for; also where no model of the own class came before."""
+    """In one product, not in a loop, unless a loop is asked for; also where no model of the own
+    class came before."""
     plain = decoder("olmoe")
     own, implementation = type(plain), plain.config._experts_implementation
     patch_model(plain, **WINDOW).save_pretrained(tmp_path)
@@ -106,7 +127,9 @@ def test_experts_are_computed_as_in_the_own_model(tmp_path, monkeypatch):
 def test_a_plain_checkpoint_is_loaded_with_a_memory(model_type, tmp_path):
     model, ids = decoder(model_type), token_ids(1, 40)
     model.save_pretrained(tmp_path / "plain")
-    loaded = getattr(hf_infini, f"Infini{type(model).__name__}").from_pretrained(tmp_path / "plain", **WINDOW)
+    loaded = getattr(hf_infini, f"Infini{type(model).__name__}").from_pretrained(
+        tmp_path / "plain", **WINDOW
+    )
     patched = patch_model(model, **WINDOW)
     assert type(loaded) is type(patched) and loaded.config.model_type == f"infini_{model_type}"
     assert "_from_other_type" not in loaded.config.to_dict()
@@ -125,7 +148,9 @@ def test_what_a_layer_does_beside_rotary_attention_is_found(monkeypatch):
     model, ids = decoder("llama"), token_ids(1, 20)
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", other)
     wanted = model(ids).logits
-    with pytest.raises(ValueError, match="layer 0, a LlamaAttention, cannot be given a memory: .* would differ by"):
+    with pytest.raises(
+        ValueError, match="layer 0, a LlamaAttention, cannot be given a memory: .* would differ by"
+    ):
         patch_model(model, **WINDOW)
     assert type(model).__name__ == "LlamaForCausalLM" and torch.equal(model(ids).logits, wanted)
 
@@ -147,7 +172,13 @@ def test_families_that_cannot_are_refused_by_name():
     }.items(),
 )
 def test_others_are_refused_for_what_they_are(model_type, reason):
-    sizes = {"d_model": 32, "n_layer": 4, "n_head": 4, "decoder_layers": 4, "decoder_attention_heads": 4}
+    sizes = {
+        "d_model": 32,
+        "n_layer": 4,
+        "n_head": 4,
+        "decoder_layers": 4,
+        "decoder_attention_heads": 4,
+    }
     model = decoder(model_type, **sizes)
     with pytest.raises(ValueError, match=f"cannot have Infini-attention: .*{reason}"):
         patch_model(model, **WINDOW)
@@ -155,7 +186,10 @@ def test_others_are_refused_for_what_they_are(model_type, reason):
 
 def test_sliding_layers_are_not_replaced_without_being_named():
     model = decoder("mistral", sliding_window=16)
-    with pytest.raises(Exception, match="none of the 4 layers of this infini_mistral attends to everything.*layers="):
+    with pytest.raises(
+        Exception,
+        match="none of the 4 layers of this infini_mistral attends to everything.*layers=",
+    ):
         patch_model(model, **WINDOW)
     assert patch_model(model, **WINDOW, layers=[1, 3]).config.infini_layers == [1, 3]
 
@@ -175,7 +209,8 @@ def test_layers_whose_positions_are_complex_numbers():
 
 
 def test_padding_inside_a_row_takes_up_places_of_a_sliding_window_as_in_the_own_model():
-    """Of 16 tokens; the layers with a memory see everything. Positions are those that `generate` gives."""
+    """Of 16 tokens; the layers with a memory see everything. Positions are those that `generate`
+    gives."""
     model, ids = decoder("gemma2"), token_ids(2, 60)
     mask = torch.ones_like(ids)
     mask[0, 20:30], mask[1, 5] = 0, 0
@@ -209,7 +244,8 @@ def test_in_float64_it_is_the_own_model(model_type):
 
 
 def test_layers_with_large_scores_are_compared_in_float32():
-    """In 16 bits such scores are rounded by more than 1: the layer would differ from itself by a tenth of what it gives."""
+    """In 16 bits such scores are rounded by more than 1: the layer would differ from itself by a
+    tenth of what it gives."""
     model, ids = decoder("llama"), token_ids(1, 40)
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.data.mul_(100)
@@ -217,4 +253,6 @@ def test_layers_with_large_scores_are_compared_in_float32():
     before = copy.deepcopy(model.state_dict())
     patch_model(model, **WINDOW)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16} and model(ids).logits.isfinite().all()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16} and model(
+        ids
+    ).logits.isfinite().all()

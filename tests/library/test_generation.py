@@ -1,4 +1,5 @@
-"""generate(): whatever is cached, cut, padded or searched gives what one uncached pass over each row gives."""
+"""generate(): whatever is cached, cut, padded or searched gives what one uncached pass over each
+row gives."""
 
 import copy
 
@@ -14,8 +15,19 @@ from models import FLOAT32, causal_mha, generate, gpt2, infini_gpt2, left_padded
 
 VARIANTS = [
     {"layers": [1], "position_encoding": "segment"},
-    {"segment_length": 3, "update_rule": "delta", "local_segments": 2, "attn_implementation": "eager"},
-    {"segment_length": 10, "update_rule": "gated_delta", "memory_conv": 2, "sink_tokens": 2, "kept_tokens": 4},
+    {
+        "segment_length": 3,
+        "update_rule": "delta",
+        "local_segments": 2,
+        "attn_implementation": "eager",
+    },
+    {
+        "segment_length": 10,
+        "update_rule": "gated_delta",
+        "memory_conv": 2,
+        "sink_tokens": 2,
+        "kept_tokens": 4,
+    },
 ]
 
 
@@ -26,13 +38,15 @@ def model(request):
 
 @pytest.mark.slow
 def test_cached_logits_equal_uncached_ones(model):
-    """Prefill and twenty steps: the logits of each step against one pass over the finished sequence; prefill in chunks; and
-    going on from a finished generation."""
+    """Prefill and twenty steps: the logits of each step against one pass over the finished
+    sequence; prefill in chunks; and going on from a finished generation."""
     ids = token_ids(2, 19)
     output = generate(model, input_ids=ids, return_dict_in_generate=True, output_logits=True)
     with torch.no_grad():
         whole = model(output.sequences, use_cache=False).logits
-    torch.testing.assert_close(torch.stack(output.logits, 1), whole[:, 18:-1], rtol=FLOAT32, atol=FLOAT32)
+    torch.testing.assert_close(
+        torch.stack(output.logits, 1), whole[:, 18:-1], rtol=FLOAT32, atol=FLOAT32
+    )
     assert torch.equal(output.sequences, generate(model, input_ids=ids, use_cache=False))
     assert torch.equal(output.sequences, generate(model, input_ids=ids, prefill_chunk_size=5))
     first = generate(model, 7, input_ids=ids, return_dict_in_generate=True)
@@ -61,7 +75,8 @@ def test_beam_search_reorders_the_memory(model):
 
 
 def test_one_kept_cache_serves_many_questions(model):
-    """Read a text once, then branch: copies of the cache, repeated for a batch and selected from it."""
+    """Read a text once, then branch: copies of the cache, repeated for a batch and selected from
+    it."""
     text, questions = token_ids(1, 21), [token_ids(1, 5, seed=seed) for seed in (1, 2, 3)]
     cache = InfiniCache(model.config)
     with torch.no_grad():
@@ -73,7 +88,9 @@ def test_one_kept_cache_serves_many_questions(model):
             wanted = model(torch.cat([text, question], 1)).logits[:, 21:]
             own = model(question, past_key_values=copy.deepcopy(cache), use_cache=True).logits
             torch.testing.assert_close(own, wanted, rtol=FLOAT32, atol=FLOAT32)
-            torch.testing.assert_close(together[number : number + 1], wanted, rtol=FLOAT32, atol=FLOAT32)
+            torch.testing.assert_close(
+                together[number : number + 1], wanted, rtol=FLOAT32, atol=FLOAT32
+            )
         batch.batch_select_indices(torch.tensor([2]))
         follow = token_ids(1, 4, seed=9)
         wanted = model(torch.cat([text, questions[2], follow], 1)).logits[:, 26:]
@@ -88,38 +105,56 @@ def test_cache_does_not_grow():
         output = generate(model, 3, input_ids=token_ids(1, tokens), return_dict_in_generate=True)
         assert output.past_key_values.get_seq_length() == tokens + 2
         sizes.add(output.past_key_values.nbytes())
-    # 3 layers × (4 heads × (8·8 memory + 8 normaliser + 2·8·8 window) float32 + 3 counters of 8 bytes)
+    # 3 layers × (4 heads × (8·8 memory + 8 normaliser + 2·8·8 window) float32 + 3 counters of 8
+    # bytes)
     assert sizes == {3 * (4 * (64 + 8 + 128) * 4 + 24)}
     hybrid = infini_gpt2(layers=[0, 2])
-    grown = [generate(hybrid, 3, input_ids=token_ids(1, n), return_dict_in_generate=True) for n in (10, 20)]
+    grown = [
+        generate(hybrid, 3, input_ids=token_ids(1, n), return_dict_in_generate=True)
+        for n in (10, 20)
+    ]
     assert grown[1].past_key_values.nbytes() - grown[0].past_key_values.nbytes() == 10 * 2 * 32 * 4
 
 
 def test_what_a_memory_cannot_do_is_refused_clearly():
     model, ids = infini_gpt2(), token_ids(1, 12)
-    with pytest.raises(ValueError, match="cache_implementation='static' is not for a model with a compressive memory"):
+    with pytest.raises(
+        ValueError,
+        match="cache_implementation='static' is not for a model with a compressive memory",
+    ):
         generate(model, input_ids=ids, cache_implementation="static")
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+    with pytest.raises(
+        ValueError, match="assisted generation is not supported with stateful models"
+    ):
         generate(model, input_ids=ids, assistant_model=gpt2())
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+    with pytest.raises(
+        ValueError, match="assisted generation is not supported with stateful models"
+    ):
         generate(model, input_ids=ids, prompt_lookup_num_tokens=2)
     with pytest.raises(ValueError, match="must be an InfiniCache of .*this DynamicCache is of"):
         generate(model, input_ids=ids, past_key_values=DynamicCache(config=gpt2().config))
     cache = generate(model, input_ids=ids, return_dict_in_generate=True).past_key_values
     assert not cache.is_croppable
-    with pytest.raises(ValueError, match="position 64 is beyond.*n_positions.*position_encoding='segment'"):
+    with pytest.raises(
+        ValueError, match="position 64 is beyond.*n_positions.*position_encoding='segment'"
+    ):
         generate(model, 60, input_ids=ids)
 
 
 def test_returned_beams_go_on_without_the_cache():
-    """It holds the beams that were running, in their order: here no returned text is in its own rows."""
+    """It holds the beams that were running, in their order: here no returned text is in its own
+    rows."""
     model, ids, returned = infini_gpt2(), token_ids(2, 14), 2
     beams = {"num_beams": 3, "num_return_sequences": returned, "return_dict_in_generate": True}
     first = generate(model, 9, input_ids=ids, **beams)
-    assert len(first.past_key_values.state.tokens_seen) == 6 and len(first.sequences) == 2 * returned
+    assert (
+        len(first.past_key_values.state.tokens_seen) == 6 and len(first.sequences) == 2 * returned
+    )
     for width in (1, 3):
         call = {"input_ids": first.sequences, "num_beams": width}
-        with pytest.raises(ValueError, match="23 ids are not the 22 that the cache has read and new ones"):
+        with pytest.raises(
+            ValueError, match="23 ids are not the 22 that the cache has read and new ones"
+        ):
             generate(model, 5, **call, past_key_values=first.past_key_values)
         assert generate(model, 5, **call).shape == (2 * returned, 28)
 
@@ -130,7 +165,15 @@ def test_returned_beams_go_on_without_the_cache():
     [
         (infini_gpt2, VARIANTS[-1]),
         (infini_gpt2, {"memory_conv": 2, "feature_map": "exp", "memory_write": "learned"}),
-        (causal_mha, {"attention": "infini", "segment_length": 8, "position_encoding": "rope", "sink_tokens": 3}),
+        (
+            causal_mha,
+            {
+                "attention": "infini",
+                "segment_length": 8,
+                "position_encoding": "rope",
+                "sink_tokens": 3,
+            },
+        ),
         (causal_mha, {"attention": "local", "sliding_window": 5, "position_encoding": "alibi"}),
     ],
 )
@@ -138,28 +181,37 @@ def test_a_cache_goes_on_from_autocast_and_back(make, options, first):
     model, ids = make(**options), token_ids(2, 30)
     with torch.no_grad():
         wanted, cache, parts = model(ids).logits, None, []
-        for number, (begin, end) in enumerate([(0, 13), (13, 14), (14, 15), (15, 16), (16, 27), (27, 28), (28, 30)]):
+        for number, (begin, end) in enumerate(
+            [(0, 13), (13, 14), (14, 15), (15, 16), (16, 27), (27, 28), (28, 30)]
+        ):
             with torch.autocast("cpu", torch.bfloat16, enabled=first == (number % 2 == 0)):
                 output = model(ids[:, begin:end], past_key_values=cache, use_cache=True)
             cache = output.past_key_values
             parts.append(output.logits.float())
-    # bfloat16 has 8 bits; three layers add up their errors: 10 % of the spread of the logits is ample
+    # bfloat16 has 8 bits; three layers add up their errors: 10 % of the spread of the logits is
+    # ample
     assert (torch.cat(parts, 1) - wanted).abs().mean() < 0.1 * wanted.std()
     if isinstance(cache, InfiniCache):  # the wider of both is kept
         assert cache.state.local_key.dtype == cache.state.local_value.dtype == torch.float32
 
 
-# --- which of the ids are new -----------------------------------------------------------------------------------------
+# --- which of the ids are new
+# --------------------------------------------------------------------------------------------------
 
 
 def read(model, **inputs) -> InfiniCache:
     with torch.no_grad():
-        return model(**inputs, past_key_values=InfiniCache(model.config), use_cache=True).past_key_values
+        return model(
+            **inputs, past_key_values=InfiniCache(model.config), use_cache=True
+        ).past_key_values
 
 
 @pytest.mark.slow
 def test_new_ids_alone_go_on_behind_the_cache(model):
-    text, prompts = token_ids(1, 21), [token_ids(1, tokens, seed=tokens) for tokens in (1, 5, 20, 21)]
+    text, prompts = (
+        token_ids(1, 21),
+        [token_ids(1, tokens, seed=tokens) for tokens in (1, 5, 20, 21)],
+    )
     for prompt in prompts:
         whole = generate(model, 6, input_ids=torch.cat([text, prompt], 1))
         whole_by_beams = generate(model, 6, input_ids=torch.cat([text, prompt], 1), num_beams=3)
@@ -168,12 +220,16 @@ def test_new_ids_alone_go_on_behind_the_cache(model):
         found = generate(model, 6, input_ids=prompt, attention_mask=mask, past_key_values=cache)
         assert torch.equal(found[:, -6:], whole[:, -6:])
         beams.batch_repeat_interleave(3)
-        found = generate(model, 6, input_ids=prompt, attention_mask=mask, past_key_values=beams, num_beams=3)
+        found = generate(
+            model, 6, input_ids=prompt, attention_mask=mask, past_key_values=beams, num_beams=3
+        )
         assert torch.equal(found[:, -6:], whole_by_beams[:, -6:])
 
 
 def test_new_ids_behind_a_padded_batch(model):
-    texts, prompts = ([token_ids(1, tokens, seed=tokens) for tokens in lengths] for lengths in ((17, 11), (4, 9)))
+    texts, prompts = (
+        [token_ids(1, tokens, seed=tokens) for tokens in lengths] for lengths in ((17, 11), (4, 9))
+    )
     cache = read(model, **left_padded(texts))
     given = left_padded(prompts)
     given["attention_mask"] = cache.attention_mask(given["attention_mask"])
@@ -192,7 +248,9 @@ def test_a_whole_text_goes_on_where_the_cache_stands(model, how):
         model(ids[:, 13:14], past_key_values=cache, use_cache=True)
         model(ids[:, 14:21], past_key_values=cache, use_cache=True)
     cache.batch_repeat_interleave(width)
-    found = generate(model, 6, input_ids=ids, past_key_values=cache, **how, return_dict_in_generate=True)
+    found = generate(
+        model, 6, input_ids=ids, past_key_values=cache, **how, return_dict_in_generate=True
+    )
     assert torch.equal(found.sequences, generate(model, 6, input_ids=ids, **how))
     assert found.past_key_values.get_seq_length() == 35
 
@@ -204,23 +262,34 @@ def test_ids_that_do_not_go_on_are_refused(model, tmp_path):
     embedded = read(model, inputs_embeds=model.transformer.wte(text))
     for kept in (cache, InfiniCache.from_pretrained(tmp_path / "memory", model), embedded):
         for call in ({}, {"attention_mask": torch.ones_like(other)}):
-            with pytest.raises(ValueError, match="14 ids are not the 10 .*attention_mask=cache.attention_mask"):
+            with pytest.raises(
+                ValueError, match="14 ids are not the 10 .*attention_mask=cache.attention_mask"
+            ):
                 generate(model, input_ids=other, past_key_values=kept, **call)
     for less in (text, text[:, :4]):
-        with pytest.raises(ValueError, match=f"these {less.shape[1]} ids are not the 10 that the cache has read and new"):
+        with pytest.raises(
+            ValueError,
+            match=f"these {less.shape[1]} ids are not the 10 that the cache has read and new",
+        ):
             generate(model, input_ids=less, past_key_values=cache)
     assert cache.get_seq_length() == 10  # as it was
     mask = cache.attention_mask(torch.ones_like(other))
     found = generate(model, 6, input_ids=other, attention_mask=mask, past_key_values=cache)
-    assert torch.equal(found[:, -6:], generate(model, 6, input_ids=torch.cat([text, other], 1))[:, -6:])
+    assert torch.equal(
+        found[:, -6:], generate(model, 6, input_ids=torch.cat([text, other], 1))[:, -6:]
+    )
 
 
 def test_a_mask_of_new_ids_has_the_rows_of_the_cache():
     model, mask = infini_gpt2(), torch.ones(2, 5, dtype=torch.long)
     assert torch.equal(InfiniCache(model.config).attention_mask(mask), mask)
     cache = read(model, input_ids=token_ids(1, 20))
-    with pytest.raises(ValueError, match="this call has 2 rows and the cache 1: repeat the cache's rows"):
-        generate(model, input_ids=mask, attention_mask=cache.attention_mask(mask), past_key_values=cache)
+    with pytest.raises(
+        ValueError, match="this call has 2 rows and the cache 1: repeat the cache's rows"
+    ):
+        generate(
+            model, input_ids=mask, attention_mask=cache.attention_mask(mask), past_key_values=cache
+        )
 
 
 def test_the_text_is_known_row_by_row(model):
@@ -230,21 +299,31 @@ def test_the_text_is_known_row_by_row(model):
     cache.reorder_cache(torch.tensor([2, 0, 1]))
     cache.batch_select_indices(torch.tensor([0, 1]))
     whole = generate(model, 4, input_ids=ids[[2, 0]])
-    assert torch.equal(generate(model, 4, input_ids=ids[[2, 0]], past_key_values=copy.deepcopy(cache)), whole)
+    assert torch.equal(
+        generate(model, 4, input_ids=ids[[2, 0]], past_key_values=copy.deepcopy(cache)), whole
+    )
     with pytest.raises(ValueError, match="are not the 9 that the cache has read"):
         generate(model, 4, input_ids=ids[[0, 1]], past_key_values=cache)
 
 
 @pytest.mark.parametrize("make", [infini_gpt2, causal_mha])
 def test_continuous_batching_is_refused_at_once(make, monkeypatch):
-    """Before anything is allocated: without sizes, the pages would take most of the memory that is free."""
+    """Before anything is allocated: without sizes, the pages would take most of the memory that is
+    free."""
     model = make()
-    monkeypatch.setattr(ContinuousBatchingManager, "__init__", lambda *args, **kwargs: pytest.fail("allocates"))
-    with pytest.raises(ValueError, match="continuous batching keeps keys and values in pages.*left-padded batch"):
+    monkeypatch.setattr(
+        ContinuousBatchingManager, "__init__", lambda *args, **kwargs: pytest.fail("allocates")
+    )
+    with pytest.raises(
+        ValueError, match="continuous batching keeps keys and values in pages.*left-padded batch"
+    ):
         model.generate_batch([[3, 4, 5]])
     with pytest.raises(ValueError, match="continuous batching"):
         model.init_continuous_batching()
-    with pytest.raises(ValueError, match="continuous batching"), model.continuous_batching_context_manager():
+    with (
+        pytest.raises(ValueError, match="continuous batching"),
+        model.continuous_batching_context_manager(),
+    ):
         pass
 
 

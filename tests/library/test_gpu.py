@@ -34,7 +34,9 @@ def moved(value, device):
 
 
 def moved_state(state, device):
-    return replace(state, **{field.name: moved(getattr(state, field.name), device) for field in fields(state)})
+    return replace(
+        state, **{field.name: moved(getattr(state, field.name), device) for field in fields(state)}
+    )
 
 
 def attention_on_gpu(*tensors, state=None, **options):
@@ -59,18 +61,26 @@ def by_kernels(*tensors, **options):
 
 @pytest.mark.parametrize("seed", range(400, 424))
 def test_the_kernels_are_the_naive_reference_however_the_input_is_cut(seed):
-    case = (random_case, keeping_case)[seed % 2](seed, torch.float32, width=16, update_rule="linear", softcap=None)
+    case = (random_case, keeping_case)[seed % 2](
+        seed, torch.float32, width=16, update_rule="linear", softcap=None
+    )
     tokens = case.query.shape[2]
     if tokens > 1:  # one token is a step
         cuts = [cut for cut in random_cuts(seed, tokens)[:1] if 1 < cut < tokens - 1]
-        assert_equals_reference(case, by_kernels, 3e-5, cuts, state_before(case) if seed % 3 else None)
+        assert_equals_reference(
+            case, by_kernels, 3e-5, cuts, state_before(case) if seed % 3 else None
+        )
 
 
 WIDE = {"batch": 2, "heads": 4, "kv_heads": 2, "tokens": 300, "width": 64, "segment_length": 64}
 # Rounding of inputs and products to the dtype, against float64 and against the largest gradient
 HALF = {torch.bfloat16: 0.02, torch.float16: 0.003, torch.float32: 2e-6}
 
-KEEPING = {"kept_tokens": 100, "keep_score": "learned", "learned_score": torch.linspace(-9, 9, 1200).sin().view(2, 2, 300)}
+KEEPING = {
+    "kept_tokens": 100,
+    "keep_score": "learned",
+    "learned_score": torch.linspace(-9, 9, 1200).sin().view(2, 2, 300),
+}
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -78,10 +88,15 @@ KEEPING = {"kept_tokens": 100, "keep_score": "learned", "learned_score": torch.l
 @pytest.mark.parametrize("options", [{}, KEEPING], ids=["linear", "kept"])
 def test_the_kernels_are_as_exact_as_the_dtype(options, dtype, width):
     """And the same at every run, also beside other work on another stream."""
-    case = plain_case(**WIDE | {"width": width}, **options, local_segments=1, sink_tokens=4, dtype=dtype)
+    case = plain_case(
+        **WIDE | {"width": width}, **options, local_segments=1, sink_tokens=4, dtype=dtype
+    )
     case.options["rotary"] = rotary_of(64, case.options, width, torch.float64)
-    leaves = [leaf.detach().cuda().requires_grad_() for leaf in case.leaves()[:4]]  # a score has no gradient
-    upstream = torch.randn(case.query.shape, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
+    # a score has no gradient
+    leaves = [leaf.detach().cuda().requires_grad_() for leaf in case.leaves()[:4]]
+    upstream = torch.randn(case.query.shape, generator=torch.Generator().manual_seed(1)).to(
+        "cuda", dtype
+    )
 
     def results(leaves, backend, upstream):
         options = {name: moved(option, "cuda") for name, option in case.options.items()}
@@ -90,7 +105,9 @@ def test_the_kernels_are_as_exact_as_the_dtype(options, dtype, width):
         return output, *torch.autograd.grad(output, leaves, upstream)
 
     found = results(leaves, "triton", upstream)
-    wanted = results([leaf.detach().double().requires_grad_() for leaf in leaves], "grid", upstream.double())
+    wanted = results(
+        [leaf.detach().double().requires_grad_() for leaf in leaves], "grid", upstream.double()
+    )
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == (dtype if one.dim() > 1 else leaves[3].dtype)
         assert (one.double() - other).abs().max() <= HALF[dtype] * other.abs().max()
@@ -98,7 +115,8 @@ def test_the_kernels_are_as_exact_as_the_dtype(options, dtype, width):
     with torch.cuda.stream(torch.cuda.Stream()):
         again = results(leaves, "triton", upstream)
     for number, (one, other) in enumerate(zip(found, again, strict=True)):
-        if options is KEEPING and number in (2, 3):  # of keys and values that many segments keep, sums are in any order
+        # of keys and values that many segments keep, sums are in any order
+        if options is KEEPING and number in (2, 3):
             assert (one - other).abs().max() <= HALF[dtype] * other.abs().max()
         else:
             assert torch.equal(one, other)
@@ -121,7 +139,10 @@ def waits(model, ids, **options) -> int:
 def test_a_training_step_waits_for_the_gpu_as_often_whatever_the_number_of_layers():
     one, three = (infini_gpt2(n_embd=64, n_layer=layers).cuda() for layers in (1, 3))
     ids = token_ids(2, 45).cuda()
-    masks = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(45, device="cuda").expand(2, -1)}
+    masks = {
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(45, device="cuda").expand(2, -1),
+    }
     for options, most in (({}, 0), (masks, 4)):  # what the layout reads of masks and positions
         with forced_backend("triton"):
             assert waits(one, ids, **options) == waits(three, ids, **options) <= most
@@ -131,12 +152,16 @@ def test_a_training_step_waits_for_the_gpu_as_often_whatever_the_number_of_layer
 def test_the_kernels_run_where_their_tensors_are():
     case = plain_case(**WIDE, dtype=torch.float32)
     tensors = [tensor.detach() for tensor in case.leaves()]
-    on = [infini_attention(*(t.to(f"cuda:{n}") for t in tensors), case.segment_length).cpu() for n in range(2)]
+    on = [
+        infini_attention(*(t.to(f"cuda:{n}") for t in tensors), case.segment_length).cpu()
+        for n in range(2)
+    ]
     assert torch.equal(*on)
 
 
 MODELS = {rule: lambda rule=rule: infini_gpt2(update_rule=rule, memory_conv=3) for rule in RULES}
-MODELS["kernels"] = lambda: infini_gpt2(n_embd=64, local_segments=1, sink_tokens=2)  # heads wide enough for them
+# heads wide enough for them
+MODELS["kernels"] = lambda: infini_gpt2(n_embd=64, local_segments=1, sink_tokens=2)
 MODELS["local"] = lambda: causal_mha(attention="local", sliding_window=7)
 MODELS["alibi"] = lambda: causal_mha(position_encoding="alibi")
 
@@ -154,10 +179,20 @@ def test_a_model_has_the_same_logits_gradients_and_cached_tokens(name):
         placed.zero_grad()
         found = placed(**inputs, labels=labels.to(device))
         found.loss.backward()
-        options = {"max_new_tokens": 15, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        options = {
+            "max_new_tokens": 15,
+            "do_sample": False,
+            "return_dict_in_generate": True,
+            "output_logits": True,
+        }
         written = placed.generate(**inputs, **options)
         gradient = [parameter.grad.cpu().clone() for parameter in placed.parameters()]
-        return found.logits.detach().cpu()[mask.bool()], written.sequences.cpu(), torch.stack(written.logits).cpu(), gradient
+        return (
+            found.logits.detach().cpu()[mask.bool()],
+            written.sequences.cpu(),
+            torch.stack(written.logits).cpu(),
+            gradient,
+        )
 
     wanted, sequences, scores, gradient = results("cpu")
     logits, found_sequences, found_scores, found_gradient = results("cuda")

@@ -1,6 +1,6 @@
-"""Models saved with their code load, in real processes, where nothing but torch, transformers and what these need is
-installed, and compute the same bit for bit; those saved without it say what to install. Where hf_infini is installed, its
-own classes are used."""
+"""Models saved with their code load, in real processes, where nothing but torch, transformers and
+what these need is installed, and compute the same bit for bit; those saved without it say what to
+install. Where hf_infini is installed, its own classes are used."""
 
 import ast
 import json
@@ -46,15 +46,31 @@ from load_with_code import numbers
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 
 PACKAGE = Path(hf_infini.__file__).parent
-MEMORY = {"memory_conv": 3, "memory_write": "learned", "update_rule": "delta", "feature_map": "exp", "local_segments": 1}
+MEMORY = {
+    "memory_conv": 3,
+    "memory_write": "learned",
+    "update_rule": "delta",
+    "feature_map": "exp",
+    "local_segments": 1,
+}
 REPOSITORY = "somebody/infini-gpt2.small"  # neither - nor . may stand in the name of a module
-FAMILIES = ("gemma2", "qwen3_moe", "stablelm")  # with sliding layers, with experts, one that drops keywords
-SOURCES = ("infini_gpt2", "inner", "trained", "causal_mha_infini", "repository", "published", *FAMILIES)
+# with sliding layers, with experts, one that drops keywords
+FAMILIES = ("gemma2", "qwen3_moe", "stablelm")
+SOURCES = (
+    "infini_gpt2",
+    "inner",
+    "trained",
+    "causal_mha_infini",
+    "repository",
+    "published",
+    *FAMILIES,
+)
 PUBLISHED = Path(__file__).parents[2] / "model_cards" / "recall"
 
 
 def requirements(*names: str) -> dict[str, Distribution]:
-    """The installed distributions of these names and, recursively, of what they require, by canonical name."""
+    """The installed distributions of these names and, recursively, of what they require, by
+    canonical name."""
     found, waiting, asked = {}, [Requirement(name) for name in names], set()
     while waiting:
         wanted = waiting.pop()
@@ -68,15 +84,18 @@ def requirements(*names: str) -> dict[str, Distribution]:
             continue  # this environment does without it, and so can the other
         for requirement in map(Requirement, found[name].requires or []):
             marker = requirement.marker
-            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras)):
+            if marker is None or any(
+                marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras)
+            ):
                 waiting.append(requirement)
     return found
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """The interpreter of a fresh virtual environment with torch, transformers and what they require: links to the same
-    distributions here, so that neither network nor another build of torch comes in."""
+    """The interpreter of a fresh virtual environment with torch, transformers and what they
+    require: links to the same distributions here, so that neither network nor another build of
+    torch comes in."""
     root = tmp_path_factory.mktemp("environment")
     venv.EnvBuilder(symlinks=True).create(root)
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(root)}))
@@ -97,18 +116,29 @@ def saved(tmp_path_factory):
         "infini_gpt2": infini,
         "inner": infini,
         "trained": patch_model(gpt2(), segment_length=8, layers=[0, 2]),
-        "causal_mha_infini": causal_mha(**{"attention": "infini", "update_rule": "gated_delta", "segment_length": 8}),
+        "causal_mha_infini": causal_mha(
+            **{"attention": "infini", "update_rule": "gated_delta", "segment_length": 8}
+        ),
         "repository": infini,
         "published": AutoModelForCausalLM.from_pretrained(PUBLISHED),
     }
-    window = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 6, "keep_score": "half"}
+    window = {
+        "segment_length": 8,
+        "local_segments": 1,
+        "sink_tokens": 2,
+        "kept_tokens": 6,
+        "keep_score": "half",
+    }
     models |= {name: patch_model(decoder(name), **window) for name in FAMILIES}
-    for name, parameter in (entry for family in FAMILIES for entry in models[family].named_parameters()):
+    for name, parameter in (
+        entry for family in FAMILIES for entry in models[family].named_parameters()
+    ):
         if name.endswith("keep_weight"):
             parameter.data.normal_()
     for name in ("infini_gpt2", "causal_mha_infini", *FAMILIES):
         models[name].save_pretrained(root / name, save_code=True)
-    infini.transformer.save_pretrained(root / "inner", save_code=True)  # its embedding is the output head, too
+    # its embedding is the output head, too
+    infini.transformer.save_pretrained(root / "inner", save_code=True)
     train(models["trained"], root / "runs")
     shutil.move(root / "runs" / "checkpoint-1", root / "trained")
     shutil.copytree(PUBLISHED, root / "published")
@@ -119,12 +149,17 @@ def saved(tmp_path_factory):
     (commit / "refs").mkdir()
     (commit / "refs" / "main").write_text("c" * 40)
     places = {name: root / name for name in models} | {"repository": REPOSITORY}
-    return {name: (places[name], numbers(model.eval(), model.base_model, ids)) for name, model in models.items()}
+    return {
+        name: (places[name], numbers(model.eval(), model.base_model, ids))
+        for name, model in models.items()
+    }
 
 
 def train(model, folder) -> None:
     """One step of the Trainer, which leaves checkpoint-1 in the folder."""
-    options = TrainingArguments(folder, max_steps=1, save_steps=1, use_cpu=True, disable_tqdm=True, report_to="none")
+    options = TrainingArguments(
+        folder, max_steps=1, save_steps=1, use_cpu=True, disable_tqdm=True, report_to="none"
+    )
     rows = [{"input_ids": row, "labels": row} for row in token_ids(8, 40)]
     Trainer(model=model, args=options, train_dataset=rows).train()
 
@@ -135,14 +170,24 @@ def load(python, saved, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     hub = saved["infini_gpt2"][0].parent / "hub"
     save_file({"ids": token_ids(2, 40)}, home / "ids.safetensors")
-    settings = {"HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules"), "HF_HUB_CACHE": str(hub)}
+    settings = {
+        "HF_HOME": str(home),
+        "HF_MODULES_CACHE": str(home / "modules"),
+        "HF_HUB_CACHE": str(hub),
+    }
 
     def run(sources) -> list[Path]:
         out = tmp_path_factory.mktemp("loaded")
         script = Path(__file__).parents[1] / "helpers" / "load_with_code.py"
         # -I: no folder of this repository is on the path
         command = [python, "-I", script, home / "ids.safetensors", out, *sources]
-        done = subprocess.run(command, env=os.environ | settings, cwd=out, stdin=subprocess.DEVNULL, capture_output=True)
+        done = subprocess.run(
+            command,
+            env=os.environ | settings,
+            cwd=out,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+        )
         assert done.returncode == 0, done.stderr.decode()
         return [out / str(number) for number in range(len(sources))]
 
@@ -167,13 +212,17 @@ def test_without_the_package_it_computes_the_same_and_is_saved_the_same(name, sa
     assert config_of(again)["auto_map"] == config_of(saved[family][0])["auto_map"]
     if name not in ("repository", "inner"):  # the base model is saved again with a head
         weights = [load_file(folder / "model.safetensors") for folder in (saved[name][0], again)]
-        assert weights[0].keys() == weights[1].keys() and all(torch.equal(weights[1][n], t) for n, t in weights[0].items())
+        assert weights[0].keys() == weights[1].keys() and all(
+            torch.equal(weights[1][n], t) for n, t in weights[0].items()
+        )
 
 
 def test_the_published_model_is_as_this_version_saves_it(tmp_path):
     AutoModelForCausalLM.from_pretrained(PUBLISHED).save_pretrained(tmp_path)
     assert config_of(tmp_path) == config_of(PUBLISHED) and code_of(tmp_path) == code_of(PUBLISHED)
-    assert (tmp_path / "model.safetensors").read_bytes() == (PUBLISHED / "model.safetensors").read_bytes()
+    assert (tmp_path / "model.safetensors").read_bytes() == (
+        PUBLISHED / "model.safetensors"
+    ).read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +241,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 for folder in sys.argv[1:]:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    assert type(config) is type(model.config) and type(model).__module__.startswith("hf_infini."), type(model)
+    assert type(config) is type(model.config)
+    assert type(model).__module__.startswith("hf_infini."), type(model)
     model.save_pretrained("again")
     print(type(model).__name__)
 """
@@ -200,28 +250,43 @@ for folder in sys.argv[1:]:
 
 def run_script(python, script, *folders, home, **settings) -> subprocess.CompletedProcess:
     settings |= {"HF_HOME": str(home), "PYTHONSAFEPATH": "1"}
-    command, run = [python, "-c", script, *folders], dict(stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    command, run = (
+        [python, "-c", script, *folders],
+        dict(stdin=subprocess.DEVNULL, capture_output=True, text=True),
+    )
     return subprocess.run(command, env=os.environ | settings, cwd=home, **run)
 
 
 def test_a_plain_save_holds_no_code_and_says_what_to_install(plain, python, tmp_path):
     for folder in plain:
         assert code_of(folder).keys() == {"needs_hf_infini.py"} and not modules_of(folder)
-        assert {entry.split(".")[0] for entry in config_of(folder)["auto_map"].values()} == {"needs_hf_infini"}
+        assert {entry.split(".")[0] for entry in config_of(folder)["auto_map"].values()} == {
+            "needs_hf_infini"
+        }
     done = run_script(python, LOAD, plain[0], home=tmp_path, PYTHONPATH="")
-    assert done.returncode and "ImportError" in done.stderr and "`pip install hf_infini`" in done.stderr
+    assert (
+        done.returncode
+        and "ImportError" in done.stderr
+        and "`pip install hf_infini`" in done.stderr
+    )
 
 
 @pytest.mark.slow
 def test_a_plain_save_loads_where_the_package_is_installed(plain, tmp_path):
     """By the stub, where nobody has imported it."""
     done = run_script(sys.executable, LOAD, *plain, home=tmp_path, PYTHONPATH=str(PACKAGE.parent))
-    assert done.stdout.split() == ["InfiniGPT2LMHeadModel", "CausalMHAForCausalLM", "InfiniLlamaForCausalLM"], done.stderr
+    assert done.stdout.split() == [
+        "InfiniGPT2LMHeadModel",
+        "CausalMHAForCausalLM",
+        "InfiniLlamaForCausalLM",
+    ], done.stderr
     assert code_of(tmp_path / "again") == code_of(plain[-1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "trust"), [("infini_gpt2", None), ("causal_mha_infini", True), ("qwen3_moe", True)])
+@pytest.mark.parametrize(
+    ("name", "trust"), [("infini_gpt2", None), ("causal_mha_infini", True), ("qwen3_moe", True)]
+)
 def test_the_installed_classes_come_first(name, trust, saved, loaded):
     language_model = CausalMHAForCausalLM if name.startswith("causal") else InfiniGPT2LMHeadModel
     if name in FAMILIES:
@@ -235,26 +300,44 @@ def test_the_installed_classes_come_first(name, trust, saved, loaded):
         for folder in (saved[name][0], loaded[name] / "again"):
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)  # stdin is closed to a prompt
+                # stdin is closed to a prompt
+                model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
                 config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
-            assert type(model) is language_model and type(model.config) is type(config) is language_model.config_class
-            assert type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust)) is language_model
+            assert (
+                type(model) is language_model
+                and type(model.config) is type(config) is language_model.config_class
+            )
+            assert (
+                type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust))
+                is language_model
+            )
             with torch.no_grad():
                 assert torch.equal(model(token_ids(2, 40)).logits, saved[name][1]["logits"])
     finally:
         logger.removeHandler(handler)
     assert records == []
-    assert type(AutoModel.from_pretrained(folder, trust_remote_code=trust)) is type(model.base_model)
+    assert type(AutoModel.from_pretrained(folder, trust_remote_code=trust)) is type(
+        model.base_model
+    )
     assert not any(module.startswith("transformers_modules") for module in sys.modules)
 
 
 @pytest.mark.parametrize("name, other", [("infini_gpt2", "scratch"), ("causal_mha_infini", "gpt2")])
 def test_only_what_the_model_needs_is_copied(name, other, saved):
     folder = saved[name][0]
-    assert set(folder.glob("*.safetensors")) == {folder / "model.safetensors"} and not list(folder.glob("*.bin"))
+    assert set(folder.glob("*.safetensors")) == {folder / "model.safetensors"} and not list(
+        folder.glob("*.bin")
+    )
     code, modules = code_of(folder), modules_of(folder)
     assert "cache_cache.py" in modules and len(code) == len(modules)
-    others = ("tools", "ops_kernels_", "ops_naive", "models_patching", "models_adapter.py", "models_loading")
+    others = (
+        "tools",
+        "ops_kernels_",
+        "ops_naive",
+        "models_patching",
+        "models_adapter.py",
+        "models_loading",
+    )
     others += (f"models_{other}",)
     assert [module for module in modules if module.startswith(others)] == []
     for file, text in code.items():
@@ -262,16 +345,27 @@ def test_only_what_the_model_needs_is_copied(name, other, saved):
             if isinstance(node, ast.ImportFrom) and node.level:
                 assert node.level == 1 and f"{node.module}.py" in modules, file
     imports = {module for file in code for module in get_imports(folder / file)}
-    assert imports - sys.stdlib_module_names <= {"torch", "transformers", "huggingface_hub", "safetensors"}
+    assert imports - sys.stdlib_module_names <= {
+        "torch",
+        "transformers",
+        "huggingface_hub",
+        "safetensors",
+    }
 
 
-@pytest.mark.parametrize(("older", "save_code"), [("nothing", True), ("files", False), ("a folder", False)])
-def test_a_folder_of_an_older_version_loads_and_is_saved_as_of_this_one(older, save_code, saved, tmp_path):
+@pytest.mark.parametrize(
+    ("older", "save_code"), [("nothing", True), ("files", False), ("a folder", False)]
+)
+def test_a_folder_of_an_older_version_loads_and_is_saved_as_of_this_one(
+    older, save_code, saved, tmp_path
+):
     """Older versions named no code, or had it beside the weights."""
     source, wanted = saved["causal_mha_infini"]
     old = shutil.copytree(source, tmp_path / "old", ignore=shutil.ignore_patterns("hf_infini_*"))
     config = config_of(source)
-    names = {auto_class: entry.split(".")[1] for auto_class, entry in config.pop("auto_map").items()}
+    names = {
+        auto_class: entry.split(".")[1] for auto_class, entry in config.pop("auto_map").items()
+    }
     if older != "nothing":
         module = f"hf_infini_45452fd6{'_' if older == 'files' else '/'}modeling_causal_mha"
         config["auto_map"] = {auto_class: f"{module}.{name}" for auto_class, name in names.items()}
@@ -287,7 +381,9 @@ def test_a_folder_of_an_older_version_loads_and_is_saved_as_of_this_one(older, s
         if save_code or older == "a folder" and folder is old:  # which goes on having code
             assert config_of(folder) == config_of(source) and code_of(folder) == code_of(source)
         else:
-            assert config_of(folder)["auto_map"] == {key: f"needs_hf_infini.{name}" for key, name in names.items()}
+            assert config_of(folder)["auto_map"] == {
+                key: f"needs_hf_infini.{name}" for key, name in names.items()
+            }
             assert code_of(folder).keys() == {"needs_hf_infini.py"}
 
 
@@ -295,7 +391,9 @@ def test_an_unpatched_model_names_no_code(tmp_path):
     model = patch_model(gpt2(), segment_length=8)
     model.save_pretrained(tmp_path / "patched")
     assert code_of(tmp_path / "patched")
-    unpatch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "patched")).save_pretrained(tmp_path / "loaded")
+    unpatch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "patched")).save_pretrained(
+        tmp_path / "loaded"
+    )
     unpatch_model(model).save_pretrained(tmp_path / "plain")
     for folder in (tmp_path / "loaded", tmp_path / "plain"):
         assert code_of(folder) == {} and "auto_map" not in config_of(folder)

@@ -1,4 +1,5 @@
-"""inspect_attention against the model itself and the naive reference: every family, packed rows, adapters."""
+"""inspect_attention against the model itself and the naive reference: every family, packed rows,
+adapters."""
 
 import random
 
@@ -7,7 +8,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from decoders import TYPES, decoder
-from hf_infini import InfiniCache, InfiniState, load_adapter, naive_infini_attention, patch_model, save_adapter
+from hf_infini import (
+    InfiniCache,
+    InfiniState,
+    load_adapter,
+    naive_infini_attention,
+    patch_model,
+    save_adapter,
+)
 from hf_infini.models.structure import attention_layers, decoder_of
 from hf_infini.ops.attention import forced_backend
 from hf_infini.tools.inspection import inspect_attention
@@ -24,16 +32,27 @@ EXP = {"feature_map": "exp", "memory_write": "learned", "memory_conv": 2}
 
 def patched(model_type: str, **options):
     """A decoder of a family with a memory, whose gates are open."""
-    return patch_model(decoder(model_type), **{"segment_length": LENGTH, "gate_init": 0.3} | options)
+    return patch_model(
+        decoder(model_type), **{"segment_length": LENGTH, "gate_init": 0.3} | options
+    )
 
 
 def drawn(seed: int) -> dict:
     """Options of a window of any shape, with kept tokens: in the first as many as there are."""
     draw = random.Random(seed)
     length, score = draw.randint(2, 11), draw.choice(["attention", "learned", "half"])
-    window = {"segment_length": length, "local_segments": draw.randint(0, 2), "sink_tokens": draw.randrange(length)}
+    window = {
+        "segment_length": length,
+        "local_segments": draw.randint(0, 2),
+        "sink_tokens": draw.randrange(length),
+    }
     rule = draw.choice(["linear", "delta", "gated_delta"])
-    return {"update_rule": rule, "kept_tokens": draw.randint(2, 12) if seed else TOKENS, "keep_score": score, **window}
+    return {
+        "update_rule": rule,
+        "kept_tokens": draw.randint(2, 12) if seed else TOKENS,
+        "keep_score": score,
+        **window,
+    }
 
 
 KEEPS = {"local_segments": 1, "sink_tokens": 2, "kept_tokens": 6}
@@ -43,11 +62,26 @@ INFINIS = [
     (infini_gpt2, {"layers": [0, 2], "attn_implementation": "eager"}),
     (infini_gpt2, {**EXP, "update_rule": "delta", "local_segments": 1}),
     (infini_gpt2, {**KEEPS, "update_rule": "gated_delta", "keep_score": "learned"}),
-    (causal_mha, {"attention": "infini", "segment_length": LENGTH, "position_encoding": "rope", "score": "dot", **EXP}),
+    (
+        causal_mha,
+        {
+            "attention": "infini",
+            "segment_length": LENGTH,
+            "position_encoding": "rope",
+            "score": "dot",
+            **EXP,
+        },
+    ),
     (patched, {"model_type": "qwen3", **KEEPS, "keep_score": "half"}),
-    (patched, {"model_type": "gemma2", "update_rule": "delta", "kept_tokens": 7, "layers": [0, 1, 3]}),
+    (
+        patched,
+        {"model_type": "gemma2", "update_rule": "delta", "kept_tokens": 7, "layers": [0, 1, 3]},
+    ),
 ]
-DRAWN = [(causal_mha, {"attention": "infini", "position_encoding": "rope"} | drawn(seed)) for seed in range(6)]
+DRAWN = [
+    (causal_mha, {"attention": "infini", "position_encoding": "rope"} | drawn(seed))
+    for seed in range(6)
+]
 PLAIN = [
     (gpt2, {"scale_attn_by_inverse_layer_idx": True}),
     (decoder, {"model_type": "gemma3_text"}),
@@ -57,16 +91,22 @@ PLAIN = [
 
 
 def models(cases):
-    ids = ("-".join([make.__name__, *(str(value) for value in options.values())][:3]) for make, options in cases)
+    ids = (
+        "-".join([make.__name__, *(str(value) for value in options.values())][:3])
+        for make, options in cases
+    )
     return pytest.mark.parametrize(("make", "options"), cases, ids=ids)
 
 
 def made(make, options):
-    """The model, its starts, convolutions and writing weights not the same for all heads and places."""
+    """The model, its starts, convolutions and writing weights not the same for all heads and
+    places."""
     model = make(**options)
     for name, parameter in model.named_parameters():
         if name.endswith(("memory_conv", "memory_write", "keep_weight")):
-            parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.3)
+            parameter.data.add_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.3
+            )
     return model
 
 
@@ -86,14 +126,18 @@ def assert_close(left, right, tolerance=FLOAT32):
     torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
 
 
-# --- the parts give back the whole ------------------------------------------------------------------------------------
+# --- the parts give back the whole
+# --------------------------------------------------------------------------------------------------
 
 
 @models(INFINIS + PLAIN)
 def test_heads_concatenated_and_projected_are_the_output(make, options):
     model, ids, outputs = made(make, options), token_ids(2, 37), []
     modules = attentions(model)
-    hooks = [module.register_forward_hook(lambda module, args, output: outputs.append(output)) for module in modules]
+    hooks = [
+        module.register_forward_hook(lambda module, args, output: outputs.append(output))
+        for module in modules
+    ]
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)
     for hook in hooks:
@@ -110,11 +154,16 @@ def test_heads_concatenated_and_projected_are_the_output(make, options):
         assert weights.shape == scores.shape == (2, 4, 37, 37)
         assert_close(weights.sum(-1), torch.ones(2, 4, 37))
         assert_close(scores.softmax(-1), weights)
-        assert scores.isinf()[..., torch.ones(37, 37).triu(1).bool()].all() and (weights[scores.isinf()] == 0).all()
+        assert (
+            scores.isinf()[..., torch.ones(37, 37).triu(1).bool()].all()
+            and (weights[scores.isinf()] == 0).all()
+        )
         for name, dims in DIMENSIONS.items():
             tensor = getattr(layer, name)
             sizes = {"batch": 2, "head": 4, "query": 37, "key": 37, "head_dim": 8, "width": 32}
-            sizes["segment"] = sizes["query"] if tensor is None else tensor.shape[min(2, tensor.dim() - 1)]
+            sizes["segment"] = (
+                sizes["query"] if tensor is None else tensor.shape[min(2, tensor.dim() - 1)]
+            )
             assert tensor is None or tensor.shape == tuple(sizes[dim] for dim in dims)
 
 
@@ -144,14 +193,18 @@ def test_every_family_with_a_memory_and_without():
 
 def test_scores_are_the_dot_products():
     generator = torch.Generator().manual_seed(0)
-    query, key = torch.randn(1, 4, 9, 8, generator=generator), torch.randn(1, 2, 9, 8, generator=generator)
+    query, key = (
+        torch.randn(1, 4, 9, 8, generator=generator),
+        torch.randn(1, 2, 9, 8, generator=generator),
+    )
     parts = softmax_parts(query, key, key, None, 0.5, 3.0)
     wanted = 3 * torch.tanh(0.5 / 3 * (query[0, 3] @ key[0, 1].mT))
     below = torch.ones(9, 9).tril().bool()
     assert_close(parts["scores"][0, 3][below], wanted[below])
 
 
-# --- the memory -------------------------------------------------------------------------------------------------------
+# --- the memory
+# --------------------------------------------------------------------------------------------------
 
 
 def naive(call, value, gate, skipped, return_state=False):
@@ -160,11 +213,18 @@ def naive(call, value, gate, skipped, return_state=False):
     names = ("segment_length", "local_segments", "sink_tokens", "kept_tokens")
     window = {name: getattr(call.layout, name) for name in names}
     weight = call.tokens.log_weight
-    state = InfiniState.initial(key, value, *window.values(), rule=rule, weighted=weight is not None)
-    options = {name: getattr(rule, name) for name in ("update_rule", "feature_map", "eps", "keep_score")}
+    state = InfiniState.initial(
+        key, value, *window.values(), rule=rule, weighted=weight is not None
+    )
+    options = {
+        name: getattr(rule, name) for name in ("update_rule", "feature_map", "eps", "keep_score")
+    }
     options |= {name: getattr(softmax, name) for name in ("scaling", "softcap", "rotary", "turn")}
     given = {"state": state, "log_weight": weight, "memory_mask": ~skipped}
-    given |= {"learned_score": None if rule.keep_score == "attention" else score[..., -1], "return_state": return_state}
+    given |= {
+        "learned_score": None if rule.keep_score == "attention" else score[..., -1],
+        "return_state": return_state,
+    }
     return naive_infini_attention(call.tokens.query, key, value, gate, **window, **options, **given)
 
 
@@ -182,7 +242,8 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     model, ids, calls = made(make, options).double(), token_ids(2, TOKENS), []
     ids[0, [3, 17]] = ids[1, 9] = model.config.eos_token_id
     special = [getattr(model.config, f"{name}_token_id") for name in ("bos", "eos", "pad")]
-    skipped = torch.isin(ids, torch.tensor([token for token in special if token is not None]))  # by the memory
+    # by the memory
+    skipped = torch.isin(ids, torch.tensor([token for token in special if token is not None]))
     layers = inspect_attention(model, ids).layers
 
     def run(call):
@@ -192,7 +253,9 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     watched = next(number for number in (1, 0) if layers[number].kind == "infini")
     layer, module = layers[watched], attentions(model)[watched]
     given = []
-    hook = module.register_forward_pre_hook(lambda module, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
+    hook = module.register_forward_pre_hook(
+        lambda module, args, kwargs: given.append((args, kwargs)), with_kwargs=True
+    )
     model(ids, use_cache=False)
     hook.remove()
     with forced_backend(run):
@@ -221,7 +284,9 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
 
     # A token's score with itself is the same with rotation and without
     query, key = call.tokens.query, call.tokens.key
-    own = (query * key.repeat_interleave(heads // key.shape[1], 1)).sum(-1) * call.softmax.scaling_of(query)
+    own = (query * key.repeat_interleave(heads // key.shape[1], 1)).sum(
+        -1
+    ) * call.softmax.scaling_of(query)
     cap = call.softmax.softcap
     own = own if cap is None else cap * torch.tanh(own / cap)
     torch.testing.assert_close(layer.scores.diagonal(dim1=-2, dim2=-1), own, **FLOAT64)
@@ -231,7 +296,9 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     assert torch.equal(layer.segments, segment.expand(2, -1))
     fates = layer.fates[:, :, segment]
     assert torch.equal(found != 0, fates == MEMORY)
-    assert torch.equal(layer.weights > 0, torch.isin(fates, torch.tensor([SINK, WINDOW, KEPT])).tril())
+    assert torch.equal(
+        layer.weights > 0, torch.isin(fates, torch.tensor([SINK, WINDOW, KEPT])).tril()
+    )
     if not call.layout.kept_tokens:
         assert KEPT not in fates
         return
@@ -256,7 +323,8 @@ def test_memory_norms_and_kept_tokens_are_those_of_a_cache_fed_segment_by_segmen
                 assert_kept(layer, state, number)
 
 
-# --- packing ----------------------------------------------------------------------------------------------------------
+# --- packing
+# --------------------------------------------------------------------------------------------------
 
 
 def compare_rows(layer, kept: torch.Tensor, alone) -> None:
@@ -271,7 +339,11 @@ def compare_rows(layer, kept: torch.Tensor, alone) -> None:
                 found = found[(slice(None),) * axis + (kept,)]
         # What a delta rule reads: relative to its size
         scale = float(wanted[wanted.isfinite()].abs().max())
-        options = {"rtol": 1e-4, "atol": 1e-4 * max(1.0, scale), "msg": lambda text, name=name: f"{name}: {text}"}
+        options = {
+            "rtol": 1e-4,
+            "atol": 1e-4 * max(1.0, scale),
+            "msg": lambda text, name=name: f"{name}: {text}",
+        }
         torch.testing.assert_close(found, wanted, **options)
 
 
@@ -293,14 +365,19 @@ def test_packed_documents_are_the_documents_alone(make, options):
                 assert (layer.memory_weights[0][:, kept][..., ~kept] == 0).all()
                 places = layer.segments[0, kept].unique()
                 norms = alone.layers[number].memory_norm[0, :, : len(places)]
-                torch.testing.assert_close(layer.memory_norm[0][:, places], norms, rtol=1e-4, atol=1e-6)
+                torch.testing.assert_close(
+                    layer.memory_norm[0][:, places], norms, rtol=1e-4, atol=1e-6
+                )
                 fates = layer.fates[0][:, places]
-                assert torch.equal(fates[..., kept], alone.layers[number].fates[0, :, : len(places)])
+                assert torch.equal(
+                    fates[..., kept], alone.layers[number].fates[0, :, : len(places)]
+                )
                 assert not fates[..., ~kept].any()
         begin += length
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- models
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_model_is_left_as_it_was():
@@ -314,12 +391,17 @@ def test_the_model_is_left_as_it_was():
         inspect_attention(model, torch.full((1, 5), 10**6))
     assert {name: module.training for name, module in model.named_modules()} == before
     assert model.config._attn_implementation == "sdpa"
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in attentions(model))
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in attentions(model)
+    )
 
 
 def test_some_layers_and_models_without_a_head():
     model, ids = infini_gpt2(layers=[0, 2]), token_ids(1, 20)
-    whole, some = inspect_attention(model, ids), inspect_attention(model.transformer, ids, layers=[2, 1])
+    whole, some = (
+        inspect_attention(model, ids),
+        inspect_attention(model.transformer, ids, layers=[2, 1]),
+    )
     assert [layer.kind for layer in whole.layers.values()] == ["infini", "global", "infini"]
     assert list(some.layers) == [1, 2] and some.name == "InfiniGPT2Model"
     assert_close(some.layers[2].memory_weights, whole.layers[2].memory_weights)
@@ -329,7 +411,10 @@ def test_some_layers_and_models_without_a_head():
 
 def test_sixteen_bits():
     model, ids = infini_gpt2(kept_tokens=4), token_ids(1, 20)
-    for half in (inspect_attention(infini_gpt2(kept_tokens=4).bfloat16(), ids), inspect_attention(gpt2().bfloat16(), ids)):
+    for half in (
+        inspect_attention(infini_gpt2(kept_tokens=4).bfloat16(), ids),
+        inspect_attention(gpt2().bfloat16(), ids),
+    ):
         assert half.layers[0].weights.dtype == torch.float32
     wanted = inspect_attention(model, ids).layers[0].heads
     found = inspect_attention(infini_gpt2(kept_tokens=4).bfloat16(), ids).layers[0].heads

@@ -19,17 +19,34 @@ def point_at(query: int, key: int) -> str:
 
 
 def family(model_type: str):
-    options = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 6, "keep_score": "half"}
+    options = {
+        "segment_length": 8,
+        "local_segments": 1,
+        "sink_tokens": 2,
+        "kept_tokens": 6,
+        "keep_score": "half",
+    }
     return patch_model(decoder(model_type), **options, gate_init=0.3)
 
 
 @needs_browser
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_memory_is_seen_in_map_tip_and_text(width, tmp_path):
-    inspection = inspect_attention(infini_gpt2(update_rule="delta", n_positions=256), token_ids(1, 200))
+    inspection = inspect_attention(
+        infini_gpt2(update_rule="delta", n_positions=256), token_ids(1, 200)
+    )
     layer, page = inspection.layers[1], inspection_page(inspection, title="a model")
-    steps = [point_at(30, 28), point_at(30, 5), point_at(30, 190), '() => $("language").click()', '() => $("theme").click()']
-    steps += ["() => choose(state.layer, MEAN)", '() => { $("view").value = "before"; $("view").onchange(); }']
+    steps = [
+        point_at(30, 28),
+        point_at(30, 5),
+        point_at(30, 190),
+        '() => $("language").click()',
+        '() => $("theme").click()',
+    ]
+    steps += [
+        "() => choose(state.layer, MEAN)",
+        '() => { $("view").value = "before"; $("view").onchange(); }',
+    ]
     steps += ['() => [...$("sentence").children].filter(part => part.className === "later").length']
     steps += [point_at(30, 5)]
     seen = visit(page, tmp_path, steps, width=width, address="#layer=1&head=2&language=en")
@@ -42,49 +59,80 @@ def test_a_memory_is_seen_in_map_tip_and_text(width, tmp_path):
     assert float(through["memory weight"]) == pytest.approx(memory, rel=1e-2)
     assert float(through["in the output"]) == pytest.approx(gate * memory, rel=1e-2)
     assert none["weight"] == "none: the key comes later"
-    assert "purple where their weight is negative" in seen[0]["text"] and seen[0]["language"] == "en"
+    assert (
+        "purple where their weight is negative" in seen[0]["text"] and seen[0]["language"] == "en"
+    )
     assert "Camada 1, cabeça 2 (infini)" in seen[3]["text"] and seen[3]["language"] == "pt"
     assert "Layer" not in seen[3]["text"]
     assert "theme=dark" in seen[4]["address"]
     assert "média das cabeças" in seen[5]["text"] and "head=mean" in seen[5]["address"]
     assert "weights=before" in seen[6]["address"]
-    assert seen[7]["value"] == 200 - 31  # every token before the query is seen, the later ones are not
+    # every token before the query is seen, the later ones are not
+    assert seen[7]["value"] == 200 - 31
     mean, memories = seen[8]["value"], layer.memory_weights[0, :, 30, 5]
     close = {"rel": 1e-2, "abs": 2**-8 * float(memories.abs().max())}  # they cancel
     assert float(mean["peso na memória"]) == pytest.approx(memories.mean().item(), **close)
-    assert float(mean["na saída"]) == pytest.approx((layer.token_gate[0, :, 30] * memories).mean().item(), **close)
+    assert float(mean["na saída"]) == pytest.approx(
+        (layer.token_gate[0, :, 30] * memories).mean().item(), **close
+    )
 
 
 @needs_browser
 @pytest.mark.parametrize(("model_type", "width"), zip(("qwen3", "gemma2"), WIDTHS, strict=True))
 def test_families(model_type, width, tmp_path):
-    inspection = inspect_attention(family(model_type), token_ids(1, 60).clamp(min=3))  # no special token
-    layer, classes = inspection.layers[1], '[...$("fates").querySelectorAll("span")].map(part => part.className)'
+    # no special token
+    inspection = inspect_attention(family(model_type), token_ids(1, 60).clamp(min=3))
+    layer, classes = (
+        inspection.layers[1],
+        ('[...$("fates").querySelectorAll("span")].map(part => part.className)'),
+    )
     evicted = (layer.fates[0, 2, -1] == MEMORY).nonzero()[0].item()
     kept = (layer.fates[0, 2, 5] == KEPT).nonzero().flatten().tolist()
     kept_to_the_end = (layer.fates[0, 2, -1] == KEPT).nonzero()[0].item()
     steps = [point_at(59, 57), point_at(59, evicted), f"() => {classes}"]
-    steps += [f'() => {{ $("moment").value = 5; $("moment").dispatchEvent(new Event("input")); return {classes}; }}']
+    steps += [
+        f'() => {{ $("moment").value = 5; $("moment").dispatchEvent(new Event("input")); '
+        f"return {classes}; }}"
+    ]
     steps += [f"() => Object.fromEntries(fateFacts({kept[0]}, 5))"]
-    steps += [point_at(59, kept_to_the_end), f"() => {{ choose(state.layer, MEAN); return {classes}; }}"]
+    steps += [
+        point_at(59, kept_to_the_end),
+        f"() => {{ choose(state.layer, MEAN); return {classes}; }}",
+    ]
     steps += [point_at(59, kept_to_the_end)]
-    seen = visit(inspection_page(inspection, title="m"), tmp_path, steps, width=width, address="#layer=1&head=2&language=en")
+    seen = visit(
+        inspection_page(inspection, title="m"),
+        tmp_path,
+        steps,
+        width=width,
+        address="#layer=1&head=2&language=en",
+    )
     weight, memory = (tensor[0, 2, 59] for tensor in (layer.weights, layer.memory_weights))
     assert float(seen[0]["value"]["local weight"]) == pytest.approx(weight[57].item(), rel=1e-2)
-    assert float(seen[1]["value"]["memory weight"]) == pytest.approx(memory[evicted].item(), rel=1e-2)
+    assert float(seen[1]["value"]["memory weight"]) == pytest.approx(
+        memory[evicted].item(), rel=1e-2
+    )
     assert "What it keeps: Layer 1, head 2" in seen[0]["text"]
     for step, moment in ((2, -1), (3, 5)):
-        assert seen[step]["value"] == [FATES[number] for number in layer.fates[0, 2, moment].tolist()]
+        assert seen[step]["value"] == [
+            FATES[number] for number in layer.fates[0, 2, moment].tolist()
+        ]
     assert "kept 6" in seen[3]["text"] and "moment=5" in seen[3]["address"]
     until = (layer.fates[0, 2, :, kept[0]] == KEPT).nonzero()[-1].item()
     facts = seen[4]["value"]
     assert facts["kept"] == f"segments {kept[0] // 8 + 2} to {'end' if until == 8 else until}"
     any_head = (layer.fates[0, :, 5] == KEPT).any(0).tolist()
     assert ["kept" in name for name in seen[6]["value"]] == any_head
-    assert float(seen[5]["value"]["local weight"]) == pytest.approx(weight[kept_to_the_end].item(), rel=1e-2)
-    gates, weights, memories = (getattr(layer, name)[0] for name in ("token_gate", "weights", "memory_weights"))
+    assert float(seen[5]["value"]["local weight"]) == pytest.approx(
+        weight[kept_to_the_end].item(), rel=1e-2
+    )
+    gates, weights, memories = (
+        getattr(layer, name)[0] for name in ("token_gate", "weights", "memory_weights")
+    )
     gates = gates[:, 59, None]
-    wanted = (gates * memories[:, 59] + (1 - gates) * weights[:, 59]).mean(0)[kept_to_the_end].item()
+    wanted = (
+        (gates * memories[:, 59] + (1 - gates) * weights[:, 59]).mean(0)[kept_to_the_end].item()
+    )
     assert float(seen[7]["value"]["in the output"]) == pytest.approx(wanted, rel=1e-2, abs=1e-6)
 
 
@@ -121,4 +169,9 @@ def test_a_broken_page_is_noticed(tmp_path):
         ("<p style='width: 2000px'>wide</p>", "390, 16"),
     ):
         with pytest.raises(AssertionError, match=message):
-            visit(f"<!DOCTYPE html><html><head></head><body>{body}</body></html>", tmp_path, ["() => 0"], width=390)
+            visit(
+                f"<!DOCTYPE html><html><head></head><body>{body}</body></html>",
+                tmp_path,
+                ["() => 0"],
+                width=390,
+            )

@@ -1,4 +1,5 @@
-"""What inspect_attention labels: tokens as text, tables by token; and the inputs that it refuses."""
+"""What inspect_attention labels: tokens as text, tables by token; and the inputs that it
+refuses."""
 
 import pytest
 from transformers import BertConfig, BertModel
@@ -8,10 +9,15 @@ from hf_infini.tools.inspection import inspect_attention
 from hf_infini.tools.inspection.heads import token_texts, unique_labels
 from models import gpt2, infini_gpt2, token_ids
 
-TEXTS = ["A ação do coração é a razão da canção.", "Não há pão; há mãos.\n\tE a ação?", "ação ação " * 20]
+TEXTS = [
+    "A ação do coração é a razão da canção.",
+    "Não há pão; há mãos.\n\tE a ação?",
+    "ação ação " * 20,
+]
 
 
-# --- labels and tables ------------------------------------------------------------------------------------------------
+# --- labels and tables
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +37,8 @@ def test_labels_show_every_token(bpe):
 
 
 def test_a_letter_split_over_two_tokens(bpe):
-    ids = bpe("ü", add_special_tokens=False)["input_ids"]  # not in the texts, so that its bytes were never joined
+    # not in the texts, so that its bytes were never joined
+    ids = bpe("ü", add_special_tokens=False)["input_ids"]
     assert len(ids) == 2 and token_texts(bpe, ids) == ["Ã", "¼"]  # the bytes C3 and BC
     marks = build_character_tokenizer(["e\u0301\u200b\u00a0\ufffd"])
     ids = marks("e\u0301\u200b\u00a0\ufffd", add_special_tokens=False)["input_ids"]
@@ -54,21 +61,30 @@ def test_tables_are_labelled_by_token(bpe):
     assert list(share.columns) == ["H:0", "H:1", "H:2", "H:3"] and share.index[0].startswith("Q:A")
     assert share.to_numpy()[:, 3] == pytest.approx(inspection.layers[1].memory_share[0, 3].numpy())
     tokens = len(inspection.texts[0])
-    assert inspection.table("heads").shape == (tokens, 8) and inspection.table("output").shape == (tokens, 32)
+    assert inspection.table("heads").shape == (tokens, 8) and inspection.table("output").shape == (
+        tokens,
+        32,
+    )
     assert inspection.table("gate").index.tolist() == ["H:0", "H:1", "H:2", "H:3"]
-    assert inspection.table("memory_norm").index.tolist() == [*(f"S:{n}" for n in range(-(-tokens // 8))), "S:end"]
+    assert inspection.table("memory_norm").index.tolist() == [
+        *(f"S:{n}" for n in range(-(-tokens // 8))),
+        "S:end",
+    ]
     fates = inspection.table("fates", layer=1, head=2)
     assert fates.index[0] == "S:0" and fates.columns[0].startswith("K:A")
     seen = [["none", "sink", "window", "kept", "memory"].index(name) for name in fates.iloc[-2]]
     assert seen == inspection.layers[1].fates[0, 2, -2].tolist() and {1, 2, 3, 4} <= set(seen)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused
+# --------------------------------------------------------------------------------------------------
 
 
 def test_refusals(bpe):
     model, ids = gpt2(), token_ids(1, 8)
-    bert = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
+    bert = BertModel(
+        BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    )
     for arguments, message in (
         ((bert, ids), "a BertModel cannot have Infini-attention"),
         ((model, "text"), "a text needs the model's tokenizer"),
@@ -78,5 +94,7 @@ def test_refusals(bpe):
             inspect_attention(*arguments)
     with pytest.raises(ValueError, match="layers must be numbers from 0 to 2; got"):
         inspect_attention(model, ids, layers=[0, 3])
-    with pytest.raises(ValueError, match="layer 0 has the tensors scores, weights, heads, output; got 'gate'"):
+    with pytest.raises(
+        ValueError, match="layer 0 has the tensors scores, weights, heads, output; got 'gate'"
+    ):
         inspect_attention(model, ids).table("gate")

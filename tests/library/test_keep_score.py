@@ -1,4 +1,5 @@
-"""The fit of the learned score of kept tokens: the vectors of a ridge regression on what the plain model's weights say."""
+"""The fit of the learned score of kept tokens: the vectors of a ridge regression on what the plain
+model's weights say."""
 
 import copy
 
@@ -34,24 +35,37 @@ def test_it_is_the_ridge_regression_on_the_plain_models_largest_far_weights(mode
         if hasattr(module, "layer_idx") and hasattr(module, "scaling"):
 
             def keep(module, args, given):
-                inputs.setdefault(module.layer_idx, []).append((args or (given["hidden_states"],))[0][0])
+                inputs.setdefault(module.layer_idx, []).append(
+                    (args or (given["hidden_states"],))[0][0]
+                )
 
             module.register_forward_pre_hook(keep, with_kwargs=True)
     with torch.no_grad():
-        weights = [plain(torch.tensor([row]), output_attentions=True).attentions for row in rows_of()]
+        weights = [
+            plain(torch.tensor([row]), output_attentions=True).attentions for row in rows_of()
+        ]
     for layer in memory_layers(model).values():
         counted = [slice(WINDOW["sink_tokens"], len(row) - DISTANCE) for row in rows_of()]
         far = [of_row[layer.layer_idx][0].tril(-DISTANCE) for of_row in weights]
         far = [part.unflatten(0, (layer.head_counts[1], -1)).amax((1, 2)) for part in far]
-        given = torch.cat([part[own] for part, own in zip(inputs[layer.layer_idx], counted, strict=True)])
+        given = torch.cat(
+            [part[own] for part, own in zip(inputs[layer.layer_idx], counted, strict=True)]
+        )
         wanted = torch.cat([part[:, own].T for part, own in zip(far, counted, strict=True)])
         penalty = (RIDGE * given.square().sum(0).mean()).sqrt() * torch.eye(given.shape[1])
-        centred, wanted = given - given.mean(0), wanted - wanted.mean(0)  # the intercept has no penalty
-        solved = torch.linalg.lstsq(torch.cat([centred, penalty]), F.pad(wanted, (0, 0, 0, len(penalty)))).solution.T
+        # the intercept has no penalty
+        centred, wanted = given - given.mean(0), wanted - wanted.mean(0)
+        solved = torch.linalg.lstsq(
+            torch.cat([centred, penalty]), F.pad(wanted, (0, 0, 0, len(penalty)))
+        ).solution.T
         solved = solved / (centred @ solved.T).std(0, correction=0).unsqueeze(1)
         # float64, but some models compute norms and softmax in float32
         assert torch.allclose(layer.keep_weight, solved, rtol=1e-2, atol=1e-2 * solved.abs().max())
-    unchanged = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("keep_weight")}
+    unchanged = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not name.endswith("keep_weight")
+    }
     assert all(torch.equal(tensor, before[name]) for name, tensor in unchanged.items())
     assert model.config.segment_length == 8
 
@@ -62,22 +76,29 @@ def test_it_fits_models_trained_from_scratch(make):
     model = make(**WINDOW, **options, keep_score="learned", position_encoding="rope").train()
     fit_keep_score(model, [token_ids(1, 50)[0]], distance=DISTANCE, progress=False)
     assert all(layer.keep_weight.abs().sum() > 0 for layer in memory_layers(model).values())
-    assert model.training and not any(layer.keep_weight.requires_grad for layer in memory_layers(model).values())
+    assert model.training and not any(
+        layer.keep_weight.requires_grad for layer in memory_layers(model).values()
+    )
 
 
 def test_layers_that_look_far_back_at_single_tokens_get_more_places():
-    """Queries and keys of the second layer are made three times as large, so that its softmax is sharp."""
+    """Queries and keys of the second layer are made three times as large, so that its softmax is
+    sharp."""
     model = decoder("llama")
     with torch.no_grad():
         for name in ("q_proj", "k_proj"):
             getattr(model.model.layers[1].self_attn, name).weight.mul_(3.0)
             getattr(model.model.layers[3].self_attn, name).weight.mul_(0.1)
     for score in ("attention", "learned"):
-        patched = patch_model(copy.deepcopy(model), **WINDOW | {"kept_tokens": 100}, keep_score=score)
+        patched = patch_model(
+            copy.deepcopy(model), **WINDOW | {"kept_tokens": 100}, keep_score=score
+        )
         before = cache_bytes(patched.config)
         fit_keep_score(patched, rows_of(), distance=DISTANCE, progress=False)
         shares = patched.config.kept_shares
-        assert shares[1] == max(shares) > 1 > shares[3] == min(shares) and sum(shares) == pytest.approx(4, abs=1e-3)
+        assert shares[1] == max(shares) > 1 > shares[3] == min(shares) and sum(
+            shares
+        ) == pytest.approx(4, abs=1e-3)
         # The same places, but for what each layer rounds down
         assert 0 <= before - cache_bytes(patched.config) < before / 50
         alike = patch_model(copy.deepcopy(model), **WINDOW, keep_score="learned")
@@ -85,12 +106,14 @@ def test_layers_that_look_far_back_at_single_tokens_get_more_places():
         assert alike.config.kept_shares is None
         for name, layer in memory_layers(patched).items():
             if score == "learned":
-                wanted = memory_layers(alike)[name].keep_weight  # in float32, summed in another order
+                # in float32, summed in another order
+                wanted = memory_layers(alike)[name].keep_weight
                 torch.testing.assert_close(layer.keep_weight, wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_no_layer_gets_more_places_than_the_positions_that_it_was_trained_for():
-    """A sharp layer among four gets 2.3 times as many, and has 200 places; with two sizes 1.6, and 146; else as many."""
+    """A sharp layer among four gets 2.3 times as many, and has 200 places; with two sizes 1.6, and
+    146; else as many."""
     for positions, share in ((200, 1 / 0.4375), (199, 1 / 0.625), (145, 1)):
         model = decoder("llama", max_position_embeddings=positions)
         with torch.no_grad():
@@ -99,8 +122,14 @@ def test_no_layer_gets_more_places_than_the_positions_that_it_was_trained_for():
                     getattr(model.model.layers[number].self_attn, name).weight.mul_(0.02)
         patch_model(model, **WINDOW | {"kept_tokens": 80})
         fit_keep_score(model, rows_of(), distance=DISTANCE, progress=False)
-        assert model.config.kept_shares[1] == max(model.config.kept_shares) == pytest.approx(share, abs=1e-3)
-        assert model.config.places <= positions and sum(model.config.kept_shares) == pytest.approx(4, abs=1e-3)
+        assert (
+            model.config.kept_shares[1]
+            == max(model.config.kept_shares)
+            == pytest.approx(share, abs=1e-3)
+        )
+        assert model.config.places <= positions and sum(model.config.kept_shares) == pytest.approx(
+            4, abs=1e-3
+        )
 
 
 def test_shares_are_of_few_sizes():
@@ -119,14 +148,27 @@ def test_it_is_saved_and_put_on_as_an_adapter(tmp_path):
     with torch.no_grad():
         everything = plain(ids).logits
         assert torch.equal(load_adapter(plain, tmp_path)(ids).logits, model(ids).logits)
-        # With another number: so many that nothing is lost. Logits in float32, summed in another order
-        assert torch.allclose(load_adapter(other, tmp_path, kept_tokens=70)(ids).logits, everything, rtol=1e-4, atol=1e-4)
+        # With another number: so many that nothing is lost. Logits in float32, summed in another
+        # order
+        assert torch.allclose(
+            load_adapter(other, tmp_path, kept_tokens=70)(ids).logits,
+            everything,
+            rtol=1e-4,
+            atol=1e-4,
+        )
         learned = load_adapter(third, tmp_path, keep_score="learned")
-        assert learned.config.keep_score == "learned" and learned.config.kept_shares == model.config.kept_shares
-        for layer, wanted in zip(*(memory_layers(one).values() for one in (learned, model)), strict=True):
+        assert (
+            learned.config.keep_score == "learned"
+            and learned.config.kept_shares == model.config.kept_shares
+        )
+        for layer, wanted in zip(
+            *(memory_layers(one).values() for one in (learned, model)), strict=True
+        ):
             assert torch.equal(layer.keep_weight, wanted.keep_weight)
         assert not torch.equal(learned(ids).logits, model(ids).logits)
-    with pytest.raises(ValueError, match="saved with keep_score='half': only 'learned' and 'half' share scores"):
+    with pytest.raises(
+        ValueError, match="saved with keep_score='half': only 'learned' and 'half' share scores"
+    ):
         load_adapter(fourth, tmp_path, keep_score="attention")
     assert type(fourth) is type(decoder("llama"))
 

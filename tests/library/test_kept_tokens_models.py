@@ -1,4 +1,5 @@
-"""Kept tokens in models: all families up to sinks, kept tokens and window, and one answer however a text is read."""
+"""Kept tokens in models: all families up to sinks, kept tokens and window, and one answer however a
+text is read."""
 
 import copy
 
@@ -23,12 +24,14 @@ SCORES = ("attention", "learned", "half")
 SHARES = {"alike": None, "some": [0.5, 1.7, 0.8], "not in the first": [0, 2, 1]}
 QUICK = ("gpt2", "llama", "gemma2", "smollm3")
 each_type = pytest.mark.parametrize(
-    "model_type", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
+    "model_type",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES],
 )
 
 
 def with_scores(model):
-    """The model in float64, in which nothing but ties is near, with learned scores that differ from token to token."""
+    """The model in float64, in which nothing but ties is near, with learned scores that differ from
+    token to token."""
     draw = torch.Generator().manual_seed(5)
     for layer in memory_layers(model).values():
         if hasattr(layer, "keep_weight"):
@@ -80,10 +83,15 @@ def test_chunks_and_steps_are_one_pass(keep_score, rule, shares):
             found, other = read(model, ids, cuts)
             torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-9)
             for name, tensor in other.tensors().items():
-                torch.testing.assert_close(tensor, cache.tensors()[name], rtol=1e-9, atol=1e-9, msg=name)
+                torch.testing.assert_close(
+                    tensor, cache.tensors()[name], rtol=1e-9, atol=1e-9, msg=name
+                )
 
 
-@pytest.mark.parametrize(("keep_score", "shares"), [*((score, "alike") for score in SCORES), ("half", "not in the first")])
+@pytest.mark.parametrize(
+    ("keep_score", "shares"),
+    [*((score, "alike") for score in SCORES), ("half", "not in the first")],
+)
 def test_padded_and_packed_rows_are_rows_of_their_own(keep_score, shares):
     model = scratch(keep_score, kept_shares=SHARES[shares])
     first, second = token_ids(1, 60), token_ids(1, 45, seed=1)
@@ -94,7 +102,9 @@ def test_padded_and_packed_rows_are_rows_of_their_own(keep_score, shares):
         wanted = [model(ids, use_cache=False).logits[0] for ids in (first, second)]
         batch = model(padded, attention_mask=mask, use_cache=False).logits
         positions = torch.cat([torch.arange(60), torch.arange(45)])[None]
-        packed = model(torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits[0]
+        packed = model(
+            torch.cat([first, second], 1), position_ids=positions, use_cache=False
+        ).logits[0]
     torch.testing.assert_close(batch[0], wanted[0], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(batch[1, 15:], wanted[1], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(packed, torch.cat(wanted), rtol=1e-9, atol=1e-9)
@@ -103,8 +113,16 @@ def test_padded_and_packed_rows_are_rows_of_their_own(keep_score, shares):
 @pytest.mark.parametrize(
     "model",
     [
-        lambda: patch_model(decoder("gemma3_text"), **WINDOW, kept_tokens=6, update_rule="gated_delta", memory_conv=3),
-        lambda: patch_model(decoder("llama"), **WINDOW, kept_tokens=6, keep_score="half").to(torch.bfloat16),
+        lambda: patch_model(
+            decoder("gemma3_text"),
+            **WINDOW,
+            kept_tokens=6,
+            update_rule="gated_delta",
+            memory_conv=3,
+        ),
+        lambda: patch_model(decoder("llama"), **WINDOW, kept_tokens=6, keep_score="half").to(
+            torch.bfloat16
+        ),
         lambda: infini_gpt2(),
         lambda: scratch(kept_shares=SHARES["some"], head_dim=6, value_dim=10),
     ],
@@ -131,9 +149,14 @@ def test_beams_memory_files_and_copies_go_on_alike(tmp_path, shares):
         wanted = model(ids, use_cache=False).logits[:, 60:]
         _, cache = read(model, ids[:, :60], ())
         cache.save_pretrained(tmp_path / "memory.safetensors", model)
-        others = [InfiniCache.from_pretrained(tmp_path / "memory.safetensors", model), copy.deepcopy(cache)]
+        others = [
+            InfiniCache.from_pretrained(tmp_path / "memory.safetensors", model),
+            copy.deepcopy(cache),
+        ]
         for other in others:
-            torch.testing.assert_close(read(model, ids[:, 60:], (), other)[0], wanted, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                read(model, ids[:, 60:], (), other)[0], wanted, rtol=1e-9, atol=1e-9
+            )
         cache.reorder_cache(torch.tensor([1, 1]))
         found = read(model, ids[[1, 1], 60:], range(1, 10), cache)[0]
     torch.testing.assert_close(found, wanted[[1, 1]], rtol=1e-9, atol=1e-9)
@@ -142,25 +165,42 @@ def test_beams_memory_files_and_copies_go_on_alike(tmp_path, shares):
 @pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
 def test_generation_with_beams_is_that_of_the_whole_text_read_again(shares):
     model, ids = scratch("attention", kept_shares=shares), token_ids(1, 40)
-    options = {"max_new_tokens": 30, "min_new_tokens": 30, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    options = {
+        "max_new_tokens": 30,
+        "min_new_tokens": 30,
+        "num_beams": 3,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     with torch.no_grad():
-        cached, again = (model.generate(ids, use_cache=use_cache, **options) for use_cache in (True, False))
+        cached, again = (
+            model.generate(ids, use_cache=use_cache, **options) for use_cache in (True, False)
+        )
     assert torch.equal(cached, again)
 
 
 def test_a_layer_keeps_its_share_and_sees_nothing_of_the_others():
-    """Each layer, fed what it was fed, does what it does in a model all of whose layers keep as many."""
+    """Each layer, fed what it was fed, does what it does in a model all of whose layers keep as
+    many."""
     shared, ids, fed = scratch(kept_shares=SHARES["not in the first"]), token_ids(2, 60), {}
     for number, block in enumerate(shared.transformer.h):
-        block.register_forward_pre_hook(lambda _, args, number=number: fed.update({number: args[0]}))
-        block.register_forward_hook(lambda _, args, output, number=number: fed.update({f"after {number}": output}))
+        block.register_forward_pre_hook(
+            lambda _, args, number=number: fed.update({number: args[0]})
+        )
+        block.register_forward_hook(
+            lambda _, args, output, number=number: fed.update({f"after {number}": output})
+        )
     with torch.no_grad():
         cache = cache_of(shared(ids, use_cache=True))
         for number, count in enumerate((0, 12, 6)):
             alike = scratch(kept_tokens=count) if count else scratch("attention", kept_tokens=0)
-            alike.transformer.h[number].register_forward_pre_hook(lambda _, args, number=number: (fed[number], *args[1:]))
+            alike.transformer.h[number].register_forward_pre_hook(
+                lambda _, args, number=number: (fed[number], *args[1:])
+            )
             after = []
-            alike.transformer.h[number].register_forward_hook(lambda _, args, output, after=after: after.append(output))
+            alike.transformer.h[number].register_forward_hook(
+                lambda _, args, output, after=after: after.append(output)
+            )
             of_alike = cache_of(alike(ids, use_cache=True)).layers[number].state.tensors()
             torch.testing.assert_close(after[0], fed[f"after {number}"], rtol=1e-9, atol=1e-9)
             found = cache.layers[number].state.tensors()
@@ -210,19 +250,28 @@ def test_the_last_token_has_gradients_of_sinks_kept_tokens_and_window_only():
     kept = cache_of(output).state.kept_position.unique().tolist()
     output.logits[0, -1].sum().backward()
     assert len(kept) > 6  # heads differ
-    assert embeddings.grad[0].abs().sum(-1).nonzero().flatten().tolist() == [0, 1, *kept, *range(64, 79)]
+    assert embeddings.grad[0].abs().sum(-1).nonzero().flatten().tolist() == [
+        0,
+        1,
+        *kept,
+        *range(64, 79),
+    ]
 
 
 @pytest.mark.parametrize("keep_score", SCORES)
 def test_bfloat16_reads_about_the_same(keep_score):
-    """Near ties may go either way: most logits are those of float32, to bfloat16's rounding through three layers."""
+    """Near ties may go either way: most logits are those of float32, to bfloat16's rounding through
+    three layers."""
     model, ids = scratch(keep_score).float(), token_ids(2, 75)
     with torch.no_grad():
         wanted = model(ids).logits
         model.bfloat16()
         whole, cache = read(model, ids, ())
         steps, _ = read(model, ids, range(1, 75))
-    assert cache.state.local_key.dtype == torch.bfloat16 and cache.state.local_score.dtype == torch.float32
+    assert (
+        cache.state.local_key.dtype == torch.bfloat16
+        and cache.state.local_score.dtype == torch.float32
+    )
     for found in (whole, steps):
         close = (found.float() - wanted).abs().amax(-1) < 0.1 * wanted.abs().max()
         assert close.float().mean() > 0.9
@@ -254,8 +303,11 @@ def test_padded_rows_compile():
     )
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)  # a loss in float32
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for one, other in zip(*(torch.autograd.grad(loss, parameters) for loss in (found, wanted)), strict=True):
-        assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())  # the loss is in float32
+    for one, other in zip(
+        *(torch.autograd.grad(loss, parameters) for loss in (found, wanted)), strict=True
+    ):
+        # the loss is in float32
+        assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())
 
 
 @pytest.mark.parametrize(
@@ -265,7 +317,10 @@ def test_padded_rows_compile():
         ({"kept_shares": [1, 1, 1, 1]}, "kept_shares must be 4 numbers .* with kept_tokens"),
         ({"kept_tokens": 6, "kept_shares": [1, 1]}, "kept_shares must be 4 numbers from 0 to 99"),
         ({"kept_tokens": 2, "kept_shares": [0.4, 0, 0, 0.4]}, "some layer keeps any; got .* and 2"),
-        ({"kept_tokens": 6, "kept_shares": [1, -1, 3, 1]}, "kept_shares must be 4 numbers from 0 to 99"),
+        (
+            {"kept_tokens": 6, "kept_shares": [1, -1, 3, 1]},
+            "kept_shares must be 4 numbers from 0 to 99",
+        ),
         ({"kept_tokens": 2.5}, "kept_tokens"),
         ({"keep_score": "half", "kept_tokens": 1}, "give kept_tokens"),
         ({"keep_score": "learned"}, "give kept_tokens"),
@@ -279,7 +334,9 @@ def test_options_that_mean_nothing_are_refused(options, message):
 
 def test_a_share_is_rounded_down_as_it_is_written():
     """Of floating point, 0.29 of 100 is a little less than 29."""
-    config = patch_model(decoder("llama"), **WINDOW, kept_tokens=100, kept_shares=[0.29, 0.57, 0.299, 2]).config
+    config = patch_model(
+        decoder("llama"), **WINDOW, kept_tokens=100, kept_shares=[0.29, 0.57, 0.299, 2]
+    ).config
     assert [window[3] for window in config.windows.values()] == [29, 57, 29, 200]
     assert config.places == 2 + 200 + 16
 

@@ -13,14 +13,23 @@ import warnings
 import pytest
 import torch
 
-from cases import assert_equals_reference, keeping_case, plain_case, random_case, random_cuts, rotary_of, state_before
+from cases import (
+    assert_equals_reference,
+    keeping_case,
+    plain_case,
+    random_case,
+    random_cuts,
+    rotary_of,
+    state_before,
+)
 from decoders import decoder
 from hf_infini import backend_of, infini_attention, patch_model
 from hf_infini.ops.attention import attend_grid, forced_backend
 from models import causal_mha, infini_gpt2, token_ids
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter: the command is at the top of the file"
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs Triton's interpreter: the command is at the top of the file",
 )
 FLOAT32 = 3e-5  # rounding: two orders of a few hundred terms of up to about 10
 SMALL = {"batch": 1, "heads": 2, "kv_heads": 1, "tokens": 60, "width": 16, "segment_length": 12}
@@ -29,8 +38,9 @@ WINDOW = {"local_segments": 1, "sink_tokens": 3}
 
 @pytest.fixture(autouse=True)
 def compared(monkeypatch):
-    """Memory that a kernel reads before it is written is NaN. Gives the module by which calls are compared with plain torch
-    before they are trusted, and its function, which would double the time here."""
+    """Memory that a kernel reads before it is written is NaN. Gives the module by which calls are
+    compared with plain torch before they are trusted, and its function, which would double the time
+    here."""
     from hf_infini.ops.kernels import agreement
 
     own = agreement.disagreement
@@ -52,7 +62,10 @@ def padded_and_packed(batch, tokens):
     mask[0, :3] = mask[-1, tokens // 2] = False
     columns = torch.arange(tokens).expand(batch, -1)
     starts = (columns == tokens // 3) | (columns == tokens // 3 + 1)
-    return {"attention_mask": mask, "position_ids": columns - torch.where(starts, columns, 0).cummax(1).values}
+    return {
+        "attention_mask": mask,
+        "position_ids": columns - torch.where(starts, columns, 0).cummax(1).values,
+    }
 
 
 def drawn(*shape):
@@ -62,7 +75,12 @@ def drawn(*shape):
 EMPTY = "from an empty state: "
 CASES = {  # sizes, whether rotary, options, cuts
     EMPTY + "sinks among the keys": (WINDOW, True, {}, ()),
-    EMPTY + "sinks among the keys, padded and packed": ({**WINDOW, "batch": 2}, True, padded_and_packed(2, 60), ()),
+    EMPTY + "sinks among the keys, padded and packed": (
+        {**WINDOW, "batch": 2},
+        True,
+        padded_and_packed(2, 60),
+        (),
+    ),
     EMPTY + "cut inside the sinks and inside a segment": (WINDOW, False, {}, (2, 31)),
     EMPTY + "kept tokens, fewer than places, then as many": (
         {**WINDOW, "tokens": 40, "segment_length": 5, "kept_tokens": 20},
@@ -91,7 +109,11 @@ CASES = {  # sizes, whether rotary, options, cuts
     "weights of tokens, and a mask of the memory": (
         {},
         False,
-        {"feature_map": "exp", "log_weight": drawn(1, 1, 60, 1), "memory_mask": torch.arange(60)[None] % 7 > 0},
+        {
+            "feature_map": "exp",
+            "log_weight": drawn(1, 1, 60, 1),
+            "memory_mask": torch.arange(60)[None] % 7 > 0,
+        },
         (24,),
     ),
     "kept tokens, more than a tile": (
@@ -115,7 +137,9 @@ def test_outputs_states_and_gradients_are_those_of_the_reference(name):
     sizes, rotary, options, cuts = CASES[name]
     case = plain_case(**SMALL | sizes, **options, dtype=torch.float32)
     if rotary:
-        case.options["rotary"] = rotary_of(case.segment_length, case.options, case.key.shape[-1], torch.float32)
+        case.options["rotary"] = rotary_of(
+            case.segment_length, case.options, case.key.shape[-1], torch.float32
+        )
     state = None if name.startswith(EMPTY) else state_before(case)
     assert_equals_reference(case, by_kernels, FLOAT32, cuts, state)
 
@@ -123,10 +147,18 @@ def test_outputs_states_and_gradients_are_those_of_the_reference(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(500, 500 + int(os.environ.get("HF_INFINI_EXAMPLES", "0"))))
 def test_random_cases(seed):
-    case = (random_case, keeping_case)[seed % 2](seed, torch.float32, width=16, update_rule="linear", softcap=None)
-    cuts = [cut for cut in random_cuts(seed, case.query.shape[2])[:1] if 1 < cut < case.query.shape[2] - 1]
+    case = (random_case, keeping_case)[seed % 2](
+        seed, torch.float32, width=16, update_rule="linear", softcap=None
+    )
+    cuts = [
+        cut
+        for cut in random_cuts(seed, case.query.shape[2])[:1]
+        if 1 < cut < case.query.shape[2] - 1
+    ]
     if case.query.shape[2] > 1:  # one token is a step
-        assert_equals_reference(case, by_kernels, FLOAT32, cuts, state_before(case) if seed % 3 else None)
+        assert_equals_reference(
+            case, by_kernels, FLOAT32, cuts, state_before(case) if seed % 3 else None
+        )
 
 
 @pytest.mark.parametrize(
@@ -171,7 +203,9 @@ def learning(model):
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
     model.zero_grad()
     model(token_ids(1, 26), labels=token_ids(1, 26)).loss.backward()
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    return torch.cat(
+        [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    )
 
 
 def rounded(model):
@@ -202,27 +236,33 @@ WAYS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_kernels_are_used_once_they_agree_with_plain_torch(way, compared, monkeypatch):
-    """And give a model's logits, or its gradients. Scores of attention in 16 bits would choose other tokens."""
+    """And give a model's logits, or its gradients. Scores of attention in 16 bits would choose
+    other tokens."""
     options = OPTIONS | ({"kept_tokens": 0} if way == "under autocast" else {})
     (agreement, own), model = compared, patch_model(decoder("llama", **LLAMA), **options).eval()
     monkeypatch.setattr(agreement, "disagreement", own)
     found = WAYS[way](model)
     with forced_backend("grid"):
         wanted = WAYS[way](model)
-    tolerance = 0.1 if way == "under autocast" else FLOAT32  # bfloat16 has 8 binary digits, and logits reach 4
+    # bfloat16 has 8 binary digits, and logits reach 4
+    tolerance = 0.1 if way == "under autocast" else FLOAT32
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
     assert agreement._found and not any(agreement._found.values())
 
 
 @pytest.mark.slow
 def test_scores_that_choose_are_not_rounded(compared, monkeypatch):
-    (agreement, own), model = compared, patch_model(decoder("llama", **LLAMA), **OPTIONS | {"kept_tokens": 40}).bfloat16()
+    (agreement, own), model = (
+        compared,
+        patch_model(decoder("llama", **LLAMA), **OPTIONS | {"kept_tokens": 40}).bfloat16(),
+    )
     monkeypatch.setattr(agreement, "disagreement", own)
     learning(model)
     assert agreement._found and not any(agreement._found.values())
 
 
-# Where kernels are wrong, by the call; and in which kinds they are refused, of (learns, state wanted, begun, kept, …)
+# Where kernels are wrong, by the call; and in which kinds they are refused, of (learns, state
+# wanted, begun, kept, …)
 WRONG = {
     "gradients": (lambda call: call.tokens.query.requires_grad, lambda form: form[0]),
     "continued texts": (lambda call: call.layout.begun, lambda form: form[2]),
@@ -238,7 +278,11 @@ def test_kernels_are_refused_where_they_are_wrong_and_used_elsewhere(where, comp
 
     def run(call):
         output, state, _ = attend_grid(call)
-        wrong = 1.2 * output if where != "gradients" else output.detach() + 1.2 * (output - output.detach())
+        wrong = (
+            1.2 * output
+            if where != "gradients"
+            else output.detach() + 1.2 * (output - output.detach())
+        )
         return wrong if is_wrong(call) else output, state, None
 
     monkeypatch.setattr(agreement, "disagreement", own)
@@ -248,17 +292,26 @@ def test_kernels_are_refused_where_they_are_wrong_and_used_elsewhere(where, comp
         padded(model), continued(model), continued(model, 3, 6)
     learning(model)
     kinds = {kind[-2]: said for kind, said in agreement._found.items()}
-    assert all((said is not None) == refused(form) for form, said in kinds.items()) and len({*map(refused, kinds)}) == 2
+    assert (
+        all((said is not None) == refused(form) for form, said in kinds.items())
+        and len({*map(refused, kinds)}) == 2
+    )
 
 
 def test_the_backend_of_a_model_is_that_of_its_calls(compared, monkeypatch):
     """Llama turns halves, Cohere neighbours; dropout has no kernel."""
     dropping = infini_gpt2(n_embd=64, attn_pdrop=0.1).train()
-    assert all(said.startswith("triton: no kernel for dropout; ") for said in backend_of(dropping, tokens=26).values())
+    assert all(
+        said.startswith("triton: no kernel for dropout; ")
+        for said in backend_of(dropping, tokens=26).values()
+    )
     with pytest.raises(ValueError, match="a CausalMHAForCausalLM has no layer with a memory"):
         backend_of(causal_mha())
     monkeypatch.setattr(compared[0], "disagreement", compared[1])
-    for family, wanted in (("llama", "triton: Triton kernels"), ("cohere", "triton: the kernels differ from plain torch")):
+    for family, wanted in (
+        ("llama", "triton: Triton kernels"),
+        ("cohere", "triton: the kernels differ from plain torch"),
+    ):
         model = patch_model(decoder(family, **LLAMA), **OPTIONS)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -272,8 +325,14 @@ def broken(call):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda call: attend_grid(call._replace(gate=call.gate * math.nan)), "kernels differ from plain torch by nan of"),
-        (lambda call: attend_grid(call._replace(gate=call.gate + 1)), "kernels differ from plain torch by 0."),
+        (
+            lambda call: attend_grid(call._replace(gate=call.gate * math.nan)),
+            "kernels differ from plain torch by nan of",
+        ),
+        (
+            lambda call: attend_grid(call._replace(gate=call.gate + 1)),
+            "kernels differ from plain torch by 0.",
+        ),
         (broken, "kernels could not be compared: RuntimeError: out of resource: shared memory"),
     ],
 )
@@ -281,9 +340,14 @@ def test_kernels_that_are_wrong_on_a_device_are_not_used(change, reason, compare
     (agreement, own), model = compared, infini_gpt2(n_embd=64)
     monkeypatch.setattr(agreement, "disagreement", own)
     monkeypatch.setattr(agreement, "run", change)
-    with pytest.warns(UserWarning, match=f"computes such calls by plain torch on cpu: the {reason}"):
+    with pytest.warns(
+        UserWarning, match=f"computes such calls by plain torch on cpu: the {reason}"
+    ):
         backend_of(model)
-    assert all(said.startswith(f"triton: the {reason}") and "grid" in said for said in backend_of(model).values())
+    assert all(
+        said.startswith(f"triton: the {reason}") and "grid" in said
+        for said in backend_of(model).values()
+    )
     ids = token_ids(1, 40)
     with torch.no_grad():
         found = model(ids).logits

@@ -1,4 +1,5 @@
-"""The kernels compile for an H100, whether there is one or not, and keep what they work on in registers.
+"""The kernels compile for an H100, whether there is one or not, and keep what they work on in
+registers.
 
     pip install --no-deps --target build/kernels triton==3.6.0
     PYTHONPATH=build/kernels pytest tests/library/test_kernels_compiled.py
@@ -18,14 +19,23 @@ pytestmark = pytest.mark.skipif(
     reason="needs Triton's compiler: the command is at the top of the file",
 )
 SHARED = 232_448  # bytes of shared memory that a block can have on an H100
-STACK = {64: 512, 128: 1536}  # bytes of a thread that are spilled, at most, by the width: the gradients of queries and keys
+# bytes of a thread that are spilled, at most, by the width: the gradients of queries and keys
+STACK = {64: 512, 128: 1536}
 LLAMA = {"heads": 4, "kv_heads": 2, "local_segments": 1, "sink_tokens": 4}
 # Sizes, dtype, and how many kernels are built
 CASES = {
     "GPT-2": ({"heads": 2, "kv_heads": 2, "width": 64}, torch.bfloat16, 7),
     "Llama": ({**LLAMA, "width": 64}, torch.bfloat16, 9),
-    "Llama, wide": ({"heads": 4, "kv_heads": 2, "width": 128, "local_segments": 1}, torch.bfloat16, 8),
-    "narrow values": ({"heads": 4, "kv_heads": 2, "width": 128, "value_width": 32}, torch.bfloat16, 7),
+    "Llama, wide": (
+        {"heads": 4, "kv_heads": 2, "width": 128, "local_segments": 1},
+        torch.bfloat16,
+        8,
+    ),
+    "narrow values": (
+        {"heads": 4, "kv_heads": 2, "width": 128, "value_width": 32},
+        torch.bfloat16,
+        7,
+    ),
     "GPT-2, float32": ({"heads": 2, "kv_heads": 2, "width": 64}, torch.float32, 7),
     "Llama, kept": ({**LLAMA, "width": 64, "kept_tokens": 200}, torch.bfloat16, 10),
     "Llama, wide, kept": ({**LLAMA, "width": 128, "kept_tokens": 200}, torch.bfloat16, 10),

@@ -1,4 +1,5 @@
-"""What a memory has learned, saved apart from the model, with PEFT's adapter beside it, and put on the plain model again."""
+"""What a memory has learned, saved apart from the model, with PEFT's adapter beside it, and put on
+the plain model again."""
 
 import json
 import shutil
@@ -58,8 +59,12 @@ def test_a_lora_comes_along_and_can_be_merged(tmp_path):
     assert not torch.allclose(logits(again), logits(model))
     restore_adapter(again, tmp_path)
     assert torch.equal(logits(again), logits(model))
-    other = get_peft_model(patch_model(MAKERS["llama"]().eval(), **OPTIONS), LoraConfig(r=3, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"q_proj.lora_A.weight is \[8, 32\] and must be \[3, 32\]"):
+    other = get_peft_model(
+        patch_model(MAKERS["llama"]().eval(), **OPTIONS), LoraConfig(r=3, target_modules=["q_proj"])
+    )
+    with pytest.raises(
+        ValueError, match=r"q_proj.lora_A.weight is \[8, 32\] and must be \[3, 32\]"
+    ):
         restore_adapter(other, tmp_path)
     merged = found.merge_and_unload()
     # Adding a product of thin matrices before and not after a product rounds differently
@@ -88,7 +93,9 @@ def other_weights():
 def saved(tmp_path_factory):
     """An adapter with a LoRA."""
     folder = tmp_path_factory.mktemp("saved")
-    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    lora = LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
     save_adapter(get_peft_model(trained(MAKERS["llama"]), lora), folder)
     return folder
 
@@ -106,7 +113,10 @@ def state_of(model):
 
 def refused(model, folder, message):
     """`load_adapter` refuses it with such a message, and the model stays as it was."""
-    before, weights = state_of(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before, weights = (
+        state_of(model),
+        {name: tensor.clone() for name, tensor in model.state_dict().items()},
+    )
     with pytest.raises(ValueError, match=message):
         load_adapter(model, folder)
     assert state_of(model) == before
@@ -135,7 +145,8 @@ def test_another_model_is_refused(make, message, saved):
 
 
 def rounded(model, steps: int):
-    """The model with weights of so many steps for each block of 32 numbers, as 4-bit files have 15."""
+    """The model with weights of so many steps for each block of 32 numbers, as 4-bit files have
+    15."""
     for parameter in model.parameters():
         if parameter.numel() % 32 == 0:
             blocks = parameter.data.view(-1, 32)
@@ -187,23 +198,39 @@ def pickled(folder):
 RECORDS = {
     "record: missing": (without(RECORD), RECORD),
     "record: half a model": (json_with(RECORD, model={"model_type": "llama"}), "layers"),
-    "record: unknown option": (json_with(RECORD, options={"segment_length": 8, "segments": 2}), "unknown options segments"),
-    "record: another score": (json_with(RECORD, options=OPTIONS | {"keep_score": "attention"}), "must be None"),
+    "record: unknown option": (
+        json_with(RECORD, options={"segment_length": 8, "segments": 2}),
+        "unknown options segments",
+    ),
+    "record: another score": (
+        json_with(RECORD, options=OPTIONS | {"keep_score": "attention"}),
+        "must be None",
+    ),
     "lora: no file": (without(LORA_WEIGHTS), LORA_WEIGHTS),
     "lora: pickle": (pickled, "Error while deserializing header"),
     "lora: other rank": (json_with(LORA, r=3), r"is \[2, 32\] and must be \[3, 32\]"),
     "lora: unknown type": (json_with(LORA, peft_type="MORA"), "MORA"),
-    "lora: fewer targets": (json_with(LORA, target_modules=["q_proj"]), r"v_proj.lora_A.weight is .* and must be None"),
+    "lora: fewer targets": (
+        json_with(LORA, target_modules=["q_proj"]),
+        r"v_proj.lora_A.weight is .* and must be None",
+    ),
 }
 OF_FILES = {
     "missing tensor": (lambda tensors, name: tensors.pop(name), "is None and must be"),
-    "one more": (lambda tensors, name: tensors.update(more=torch.ones(2)), r"more is \[2\] and must be None"),
-    "another shape": (lambda tensors, name: tensors.update({name: torch.ones(2, 2, 2)}), r"is \[2, 2, 2\] and must be"),
+    "one more": (
+        lambda tensors, name: tensors.update(more=torch.ones(2)),
+        r"more is \[2\] and must be None",
+    ),
+    "another shape": (
+        lambda tensors, name: tensors.update({name: torch.ones(2, 2, 2)}),
+        r"is \[2, 2, 2\] and must be",
+    ),
 }
 DAMAGES = RECORDS | {
     f"{file}: {kind}": (tensors_with(file, change), message)
-    for file in (WEIGHTS, LORA_WEIGHTS) for kind, (change, message) in OF_FILES.items()
-}  # fmt: skip
+    for file in (WEIGHTS, LORA_WEIGHTS)
+    for kind, (change, message) in OF_FILES.items()
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -217,7 +244,9 @@ def test_damaged_files_are_refused(damage, saved, tmp_path):
 
 @pytest.mark.parametrize("make", [MAKERS["llama"], lambda: torch.nn.Linear(2, 2), lambda: None])
 def test_only_a_model_with_a_memory_has_something_to_save(make, tmp_path):
-    with pytest.raises(ValueError, match="a (LlamaForCausalLM|Linear|NoneType) has no Infini-attention"):
+    with pytest.raises(
+        ValueError, match="a (LlamaForCausalLM|Linear|NoneType) has no Infini-attention"
+    ):
         save_adapter(make(), tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 
@@ -229,4 +258,7 @@ def test_what_cannot_be_saved_leaves_the_folder_as_it_was(saved, tmp_path):
         save_adapter(model, tmp_path / "adapter", torch.int8)
     with pytest.raises(ValueError, match="has an adapter of PEFT, and this model has none"):
         save_adapter(model, tmp_path / "adapter")  # which would be loaded with that LoRA
-    assert all((tmp_path / "adapter" / file.name).read_bytes() == file.read_bytes() for file in saved.iterdir())
+    assert all(
+        (tmp_path / "adapter" / file.name).read_bytes() == file.read_bytes()
+        for file in saved.iterdir()
+    )

@@ -1,4 +1,5 @@
-"""Memory files: what is loaded goes on bit for bit as what was saved, and nothing else is taken for it."""
+"""Memory files: what is loaded goes on bit for bit as what was saved, and nothing else is taken for
+it."""
 
 import copy
 import multiprocessing
@@ -7,7 +8,13 @@ import pytest
 import torch
 
 from hf_infini import InfiniCache
-from hf_infini.cache.files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
+from hf_infini.cache.files import (
+    MemoryFileError,
+    check_model,
+    describe_model,
+    read_memory_file,
+    write_memory_file,
+)
 from memories import MIXED, VARIANTS, each, mha, read
 from models import FLOAT32, causal_mha, gpt2, in_calls, infini_gpt2, token_ids
 
@@ -20,14 +27,18 @@ def kept(tmp_path_factory):
     return file
 
 
-processes = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else None)
+processes = multiprocessing.get_context(
+    "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+)
 
-# --- what is loaded goes on as what was saved --------------------------------------------------------------------------
+# --- what is loaded goes on as what was saved
+# --------------------------------------------------------------------------------------------------
 
 
 @each(VARIANTS)
 def test_a_loaded_memory_goes_on_as_the_live_one(variant, tmp_path):
-    """Into another object of the same model: bit for bit in chunks and single steps, and as one pass over everything."""
+    """Into another object of the same model: bit for bit in chunks and single steps, and as one
+    pass over everything."""
     make, options = variant
     model, ids = make(**options), token_ids(2, 60)
     ids[:, 5] = 0  # an end of text, which stays out of the memory where the configuration says so
@@ -42,7 +53,11 @@ def test_a_loaded_memory_goes_on_as_the_live_one(variant, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(output, model(ids).logits[:, 29:], rtol=FLOAT32, atol=FLOAT32)
     record = read_memory_file(tmp_path / "two.safetensors")[0]
-    assert record["tokens_seen"] == [29, 29] and record["text_sha256"] == ["a", "b"] and record["columns"] == 29
+    assert (
+        record["tokens_seen"] == [29, 29]
+        and record["text_sha256"] == ["a", "b"]
+        and record["columns"] == 29
+    )
     assert record["model"] == describe_model(model)
 
 
@@ -62,7 +77,8 @@ def test_rows_are_chosen_and_repeated(variant, tmp_path):
 
 
 def test_going_on_changes_neither_the_file_nor_what_was_loaded_before(tmp_path):
-    """Single steps write into the cache's window in place, and a file may be written over while it is in use."""
+    """Single steps write into the cache's window in place, and a file may be written over while it
+    is in use."""
     model, ids, file = infini_gpt2(), token_ids(1, 40), tmp_path / "deep" / "memory.safetensors"
     read(model, input_ids=ids[:, :20]).save_pretrained(file, model)
     before = file.read_bytes()
@@ -71,7 +87,9 @@ def test_going_on_changes_neither_the_file_nor_what_was_loaded_before(tmp_path):
     steps = in_calls(model, ids, range(20, 27), first)
     assert file.read_bytes() == before
     first.save_pretrained(file, model)
-    assert file.read_bytes() != before and [path.name for path in file.parent.iterdir()] == [file.name]
+    assert file.read_bytes() != before and [path.name for path in file.parent.iterdir()] == [
+        file.name
+    ]
     assert torch.equal(in_calls(model, ids, (20, 40), kept), wanted)
     again = InfiniCache.from_pretrained(file, model)
     assert torch.equal(in_calls(model, ids, (26, 40), again), in_calls(model, ids, (26, 40), first))
@@ -101,14 +119,23 @@ def test_dtypes_are_kept(tmp_path):
     live.save_pretrained(tmp_path / "m", model)
     loaded = InfiniCache.from_pretrained(tmp_path / "m", model)
     for name, tensor in live.state.tensors().items():
-        assert torch.equal(getattr(loaded.state, name), tensor) and getattr(loaded.state, name).dtype == tensor.dtype, name
-    assert (loaded.state.memory.dtype, loaded.state.local_key.dtype) == (torch.float32, torch.bfloat16)
-    with pytest.raises(MemoryFileError, match="dtype is 'bfloat16' in the file and 'float32' in the model"):
+        assert (
+            torch.equal(getattr(loaded.state, name), tensor)
+            and getattr(loaded.state, name).dtype == tensor.dtype
+        ), name
+    assert (loaded.state.memory.dtype, loaded.state.local_key.dtype) == (
+        torch.float32,
+        torch.bfloat16,
+    )
+    with pytest.raises(
+        MemoryFileError, match="dtype is 'bfloat16' in the file and 'float32' in the model"
+    ):
         InfiniCache.from_pretrained(tmp_path / "m", infini_gpt2(local_segments=1))
 
 
 def test_windows_of_autocast(tmp_path):
-    """Its keys are in bfloat16; it goes on as the live cache inside of autocast, and can go on outside."""
+    """Its keys are in bfloat16; it goes on as the live cache inside of autocast, and can go on
+    outside."""
     model = infini_gpt2(memory_conv=3, layers=[0, 2])
     with torch.autocast("cpu", torch.bfloat16):
         live = read(model, token_ids(1, 20))
@@ -121,20 +148,31 @@ def test_windows_of_autocast(tmp_path):
     assert in_calls(model, token_ids(1, 9), (0, 9), outside).isfinite().all()
 
 
-# --- who writes ------------------------------------------------------------------------------------------------------
+# --- who writes
+# --------------------------------------------------------------------------------------------------
 
 
 def write_often(file, record, number) -> None:
     for _ in range(150):
-        write_memory_file(file, {"numbers": torch.full((50_000,), number)}, record | {"columns": number})
+        write_memory_file(
+            file, {"numbers": torch.full((50_000,), number)}, record | {"columns": number}
+        )
 
 
 def test_a_reader_finds_a_whole_file_whoever_writes(tmp_path):
-    """Real processes: neither a file of which a part is another's, nor the header of one and the tensors of another."""
+    """Real processes: neither a file of which a part is another's, nor the header of one and the
+    tensors of another."""
     file = tmp_path / "memory.safetensors"
-    record = {"model": describe_model(infini_gpt2()), "columns": 1, "tokens_seen": [1], "text_sha256": None}
+    record = {
+        "model": describe_model(infini_gpt2()),
+        "columns": 1,
+        "tokens_seen": [1],
+        "text_sha256": None,
+    }
     write_memory_file(file, {"numbers": torch.full((50_000,), 1)}, record)
-    writers = [processes.Process(target=write_often, args=(file, record, number)) for number in (2, 3)]
+    writers = [
+        processes.Process(target=write_often, args=(file, record, number)) for number in (2, 3)
+    ]
     for writer in writers:
         writer.start()
     reads = []
@@ -149,7 +187,8 @@ def test_a_reader_finds_a_whole_file_whoever_writes(tmp_path):
     assert list(file.parent.iterdir()) == [file]
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------------
+# --- what is refused
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -158,26 +197,41 @@ def test_a_reader_finds_a_whole_file_whoever_writes(tmp_path):
         ({"segment_length": 4}, "tokens_per_segment is 8 in the file and 4 in the model"),
         ({"layers": [0, 1]}, r"infini_layers is \[0, 1, 2\] in the file and \[0, 1\] in the model"),
         ({"memory_conv": 2}, "memory_conv is 0 in the file and 2 in the model"),
-        ({"mask_special_tokens": False}, r"tokens_kept_out is \[0, 0, None\] in the file and \[\] in the model"),
-        ({"n_embd": 16, "n_layer": 2}, "n_embd is 32 in the file and 16 in the model; n_layer is 3 in the file and 2 in"),
+        (
+            {"mask_special_tokens": False},
+            r"tokens_kept_out is \[0, 0, None\] in the file and \[\] in the model",
+        ),
+        (
+            {"n_embd": 16, "n_layer": 2},
+            "n_embd is 32 in the file and 16 in the model; n_layer is 3 in the file and 2 in",
+        ),
         ({"seed": 1}, "weights_sha256 is"),
     ],
 )
 def test_another_model_is_refused_with_what_differs(kept, options, message):
-    with pytest.raises(MemoryFileError, match=f"holds the memory of another model: .*{message}.* load the model that wrote"):
+    with pytest.raises(
+        MemoryFileError,
+        match=f"holds the memory of another model: .*{message}.* load the model that wrote",
+    ):
         InfiniCache.from_pretrained(kept, infini_gpt2(**options))
 
 
 def test_the_other_family_and_models_without_a_memory_are_refused(kept):
-    with pytest.raises(MemoryFileError, match="model_type is 'infini_gpt2' in the file and 'causal_mha' in the model"):
+    with pytest.raises(
+        MemoryFileError,
+        match="model_type is 'infini_gpt2' in the file and 'causal_mha' in the model",
+    ):
         InfiniCache.from_pretrained(kept, mha())
     for model in (gpt2(), causal_mha()):
-        with pytest.raises(ValueError, match=f"this {type(model.config).__name__} has no layers with a memory"):
+        with pytest.raises(
+            ValueError, match=f"this {type(model.config).__name__} has no layers with a memory"
+        ):
             InfiniCache.from_pretrained(kept, model)
 
 
 def test_what_changes_nothing_in_a_memory_is_not_asked_for(kept, tmp_path):
-    """Options of training alone, the same layers in another order, and the head behind the base model."""
+    """Options of training alone, the same layers in another order, and the head behind the base
+    model."""
     same = infini_gpt2(attn_pdrop=0.3, gate_init=5.0, layers=[2, 1, 0], use_cache=False)
     InfiniCache.from_pretrained(kept, same)
     model = mha()
@@ -197,7 +251,9 @@ def test_options_that_came_after_a_file_had_their_defaults(kept, tmp_path):
     del record["model"]["config"]["feature_map"]
     write_memory_file(tmp_path / "older", tensors, record)
     InfiniCache.from_pretrained(tmp_path / "older", infini_gpt2())
-    with pytest.raises(MemoryFileError, match="feature_map is 'elu' in the file and 'exp' in the model"):
+    with pytest.raises(
+        MemoryFileError, match="feature_map is 'elu' in the file and 'exp' in the model"
+    ):
         InfiniCache.from_pretrained(tmp_path / "older", infini_gpt2(feature_map="exp"))
     record["model"]["config"]["rotation"] = 3
     write_memory_file(tmp_path / "newer", tensors, record)
@@ -208,8 +264,12 @@ def test_options_that_came_after_a_file_had_their_defaults(kept, tmp_path):
 def test_adapters_are_merged_before_a_memory_is_kept(tmp_path):
     peft = pytest.importorskip("peft", reason="pip install peft")
     model = infini_gpt2()
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["c_attn"], init_lora_weights=False)).eval()
-    prompted = peft.get_peft_model(infini_gpt2(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["c_attn"], init_lora_weights=False)
+    ).eval()
+    prompted = peft.get_peft_model(
+        infini_gpt2(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
     cache = read(adapted, token_ids(1, 20))
     for wrapped in (adapted, model, prompted):
         with pytest.raises(ValueError, match="merge these first, with merge_and_unload"):
@@ -223,5 +283,8 @@ def test_an_option_that_this_version_does_not_know_is_of_another_model():
     model = infini_gpt2()
     record = {"model": describe_model(model)}
     record["model"]["config"]["denominator"] = "shared"
-    with pytest.raises(MemoryFileError, match="file holds the memory of another model: denominator is 'shared' in the file"):
+    with pytest.raises(
+        MemoryFileError,
+        match="file holds the memory of another model: denominator is 'shared' in the file",
+    ):
         check_model("file", record, model)

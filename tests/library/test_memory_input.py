@@ -17,7 +17,8 @@ DOCUMENTS = (11, 1, 4, 32, 2)  # lengths, 50 tokens in all
 
 
 def convolved(**options):
-    """A float64 model whose convolution, and what tokens weigh if it is learned, are far from their starts."""
+    """A float64 model whose convolution, and what tokens weigh if it is learned, are far from their
+    starts."""
     model = infini_gpt2(**{"memory_conv": 3} | options).double()
     for block in model.transformer.h:
         if hasattr(block.attn, "memory_conv"):
@@ -28,8 +29,8 @@ def convolved(**options):
 
 
 def attended(model, inputs):
-    """The first attention of a model, the queries, keys, values and log weights that it makes of `[batch, tokens, width]`,
-    its output, and its rotary tables."""
+    """The first attention of a model, the queries, keys, values and log weights that it makes of
+    `[batch, tokens, width]`, its output, and its rotary tables."""
     found, attention, base = [], model.transformer.h[0].attn, model.transformer
     tables = base.rotary_tables(model.config.places)
     window = model.config.window
@@ -39,7 +40,8 @@ def attended(model, inputs):
     return attention, *found[0][:4], output, tables.get(None)
 
 
-# --- the convolution --------------------------------------------------------------------------------------------------
+# --- the convolution
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("taps", [1, 2, 5])
@@ -73,23 +75,34 @@ def test_a_convolution_starts_as_none(make):
             assert bool((parameter.grad[1:] != 0).any(-1).all())
 
 
-# --- what tokens weigh ------------------------------------------------------------------------------------------------
+# --- what tokens weigh
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("update_rule", "position_encoding"), [("linear", "rope"), ("delta", "learned")])
+@pytest.mark.parametrize(
+    ("update_rule", "position_encoding"), [("linear", "rope"), ("delta", "learned")]
+)
 def test_a_token_weighs_what_its_input_says(update_rule, position_encoding):
-    """Against the naive reference, whose features are multiplied by the weights one by one; rope does not touch them."""
+    """Against the naive reference, whose features are multiplied by the weights one by one; rope
+    does not touch them."""
     options = {"memory_write": "learned", "local_segments": 1, "update_rule": update_rule}
     options["position_encoding"] = position_encoding
     model = convolved(feature_map="exp", **options)
     inputs = torch.randn(2, 50, 32, dtype=torch.float64)
     attention, query, key, value, log_weight, output, rotary = attended(model, inputs)
-    added, _ = short_convolution(inputs, attention.memory_conv, segment_layout(2, 50, 8, 1), inputs.new_zeros(2, 2, 32))
+    added, _ = short_convolution(
+        inputs, attention.memory_conv, segment_layout(2, 50, 8, 1), inputs.new_zeros(2, 2, 32)
+    )
     weights = torch.einsum("btc,hc->bht", inputs + added, attention.memory_write).exp()
     unturned = attention.c_attn(inputs + added)[..., 32:64].unflatten(-1, (4, 8)).transpose(1, 2)
     wanted = unturned.exp() * weights.unsqueeze(-1)
     torch.testing.assert_close((key + log_weight).exp(), wanted, rtol=FLOAT64, atol=0)
-    options = {"local_segments": 1, "update_rule": update_rule, "feature_map": "exp", "log_weight": log_weight}
+    options = {
+        "local_segments": 1,
+        "update_rule": update_rule,
+        "feature_map": "exp",
+        "log_weight": log_weight,
+    }
     options["rotary"] = rotary
     wanted = naive_infini_attention(query, key, value, attention.gate(), 8, **options)
     wanted = attention.c_proj(wanted.transpose(1, 2).flatten(2))

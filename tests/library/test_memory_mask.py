@@ -1,4 +1,5 @@
-"""memory_mask of the models: tokens that are seen and never written, with ids and with embeddings."""
+"""memory_mask of the models: tokens that are seen and never written, with ids and with
+embeddings."""
 
 import pytest
 import torch
@@ -7,9 +8,28 @@ from hf_infini import InfiniCache
 from models import causal_mha, infini_gpt2, token_ids
 
 MODELS = [
-    (infini_gpt2, {"layers": [1], "position_encoding": "rope", "memory_conv": 2, "update_rule": "delta"}),
-    (causal_mha, {"attention": "infini", "segment_length": 8, "position_encoding": "rope", "local_segments": 1}),
-    (infini_gpt2, {"update_rule": "gated_delta", "local_segments": 1, "sink_tokens": 2, "position_encoding": "rope"}),
+    (
+        infini_gpt2,
+        {"layers": [1], "position_encoding": "rope", "memory_conv": 2, "update_rule": "delta"},
+    ),
+    (
+        causal_mha,
+        {
+            "attention": "infini",
+            "segment_length": 8,
+            "position_encoding": "rope",
+            "local_segments": 1,
+        },
+    ),
+    (
+        infini_gpt2,
+        {
+            "update_rule": "gated_delta",
+            "local_segments": 1,
+            "sink_tokens": 2,
+            "position_encoding": "rope",
+        },
+    ),
 ]
 all_models = pytest.mark.parametrize(("make", "options"), MODELS)
 FLOAT32 = {"rtol": 1e-4, "atol": 1e-4}  # logits up to about 30, through three layers
@@ -34,9 +54,12 @@ def test_embeddings_with_a_mask_are_ids_with_special_tokens(make, options):
     ids, mask = special_places()
     wanted = model(ids).logits
     embeddings = model.transformer.wte(ids)
-    assert not torch.allclose(model(inputs_embeds=embeddings).logits, wanted, **FLOAT32)  # all are written
+    # all are written
+    assert not torch.allclose(model(inputs_embeds=embeddings).logits, wanted, **FLOAT32)
     for given in (mask, mask.long()):
-        torch.testing.assert_close(model(inputs_embeds=embeddings, memory_mask=given).logits, wanted, **FLOAT32)
+        torch.testing.assert_close(
+            model(inputs_embeds=embeddings, memory_mask=given).logits, wanted, **FLOAT32
+        )
         base = model.transformer(inputs_embeds=embeddings, memory_mask=given).last_hidden_state
         torch.testing.assert_close(model.lm_head(base), wanted, **FLOAT32)
     parts, cache = [], InfiniCache(model.config)
@@ -73,9 +96,14 @@ def test_masks_that_do_not_fit_are_refused():
     for make, options in MODELS:
         model = make(**options)
         for wrong in (torch.ones(2, 13), torch.ones(12), torch.ones(1, 12)):
-            with pytest.raises(ValueError, match=r"memory_mask must be \[batch, tokens\] = \[2, 12\], got"):
+            with pytest.raises(
+                ValueError, match=r"memory_mask must be \[batch, tokens\] = \[2, 12\], got"
+            ):
                 model(ids, memory_mask=wrong)
-        with pytest.raises(ValueError, match="memory_mask"):  # which generate() would have to make longer
+        # which generate() would have to make longer
+        with pytest.raises(ValueError, match="memory_mask"):
             model.generate(ids, memory_mask=torch.ones(2, 12), max_new_tokens=3, pad_token_id=0)
-    with pytest.raises(ValueError, match="memory_mask says what is written into a memory, and this model has none"):
+    with pytest.raises(
+        ValueError, match="memory_mask says what is written into a memory, and this model has none"
+    ):
         causal_mha()(ids, memory_mask=torch.ones(2, 12))

@@ -1,4 +1,5 @@
-"""What is installed: the library without the recipes, which works with its requirements only and says what else it needs."""
+"""What is installed: the library without the recipes, which works with its requirements only and
+says what else it needs."""
 
 import importlib.metadata
 import re
@@ -19,15 +20,27 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 def test_the_wheel_holds_the_library_only(tmp_path):
     """All of the library's files, modules and what they read, and nothing else."""
-    shutil.copytree(ROOT / "hf_infini", tmp_path / "hf_infini", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "hf_infini", tmp_path / "hf_infini", ignore=shutil.ignore_patterns("__pycache__")
+    )
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    for name in ("pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]):
+    for name in (
+        "pyproject.toml",
+        PROJECT["project"]["readme"],
+        *PROJECT["project"]["license-files"],
+    ):
         shutil.copy(ROOT / name, tmp_path)
-    build = [sys.executable, "-c", "from setuptools.build_meta import build_wheel; build_wheel('.')"]
+    build = [
+        sys.executable,
+        "-c",
+        "from setuptools.build_meta import build_wheel; build_wheel('.')",
+    ]
     subprocess.run(build, cwd=tmp_path, check=True, capture_output=True, timeout=300)
     [wheel] = tmp_path.glob("*.whl")
     found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    files = [path.relative_to(tmp_path) for path in (tmp_path / "hf_infini").rglob("*") if path.is_file()]
+    files = [
+        path.relative_to(tmp_path) for path in (tmp_path / "hf_infini").rglob("*") if path.is_file()
+    ]
     assert found == {path.as_posix() for path in files}
     assert {path.suffix for path in files} == {".py", ".html", ".css", ".js", ".yaml"}
     rooms = {"cache", "compat", "layers", "models", "ops", "tools"}
@@ -36,12 +49,24 @@ def test_the_wheel_holds_the_library_only(tmp_path):
 
 def test_security_lists_every_dependency_with_its_extra():
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8").partition("## Dependencies")[2]
-    rows = re.findall(r"^\| ([^|]+) \| ([^|]*)\| [^|]+ \|$", text, re.MULTILINE)[1:]  # behind the heading
-    listed = {(name, extra) for names, extras in rows for name in names.split(", ") for extra in extras.strip().split(", ")}
-    declared = PROJECT["project"]["optional-dependencies"] | {"": PROJECT["project"]["dependencies"]}
+    # behind the heading
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]*)\| [^|]+ \|$", text, re.MULTILINE)[1:]
+    listed = {
+        (name, extra)
+        for names, extras in rows
+        for name in names.split(", ")
+        for extra in extras.strip().split(", ")
+    }
+    declared = PROJECT["project"]["optional-dependencies"] | {
+        "": PROJECT["project"]["dependencies"]
+    }
     declared["build"] = PROJECT["build-system"]["requires"]
-    wanted = {(Requirement(entry).name, extra) for extra, entries in declared.items() for entry in entries}
-    assert listed - {("---", "---")} == {(name, extra) for name, extra in wanted if name != PROJECT["project"]["name"]}
+    wanted = {
+        (Requirement(entry).name, extra) for extra, entries in declared.items() for entry in entries
+    }
+    assert listed - {("---", "---")} == {
+        (name, extra) for name, extra in wanted if name != PROJECT["project"]["name"]
+    }
 
 
 def required(names: list[str]) -> set[str]:
@@ -50,7 +75,9 @@ def required(names: list[str]) -> set[str]:
     while left:
         requirement = left.pop()
         name = canonicalize_name(requirement.name)
-        if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+        if name not in found and (
+            requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ):
             found.add(name)
             left += map(Requirement, importlib.metadata.requires(name) or [])
     return found
@@ -66,8 +93,9 @@ for name in ("options", "ops.naive", "tools.inspection.page", "tools.spans", "to
     importlib.import_module(f"hf_infini.{name}")
 for missing in ("accelerate", "datasets", "evaluate", "pandas"):
     assert importlib.util.find_spec(missing) is None, missing
-sizes = dict(vocab_size=9, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-model = hf_infini.patch_model(GPT2LMHeadModel(GPT2Config(**sizes)), segment_length=4, position_encoding="segment")
+sizes = dict(vocab_size=9, n_positions=16, n_embd=8, n_layer=1, n_head=2)
+plain = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+model = hf_infini.patch_model(plain, segment_length=4, position_encoding="segment")
 ids = torch.arange(1, 9)[None]
 hf_infini.inspect_attention(model, ids)
 assert len(hf_infini.tools.training.parameter_groups(model, 1e-3, 1e-2, 0.1)) == 3

@@ -1,4 +1,5 @@
-"""Models that were changed before they are patched: what cannot be saved is refused, the rest acts."""
+"""Models that were changed before they are patched: what cannot be saved is refused, the rest
+acts."""
 
 import copy
 
@@ -35,7 +36,10 @@ def copy_a_layer(model):
 
 def test_attention_that_sees_what_follows_is_refused():
     model = gpt2(is_causal=False)
-    with pytest.raises(ValueError, match="with is_causal=False or use_bidirectional_attention tokens see what comes after"):
+    with pytest.raises(
+        ValueError,
+        match="with is_causal=False or use_bidirectional_attention tokens see what comes after",
+    ):
         patch_model(model, segment_length=8)
     assert type(model) is GPT2LMHeadModel
 
@@ -73,19 +77,24 @@ def test_heads_that_were_cut_off_are_counted():
         projection.weight = nn.Parameter(projection.weight[: heads * 8].clone())
     attention.o_proj.weight = nn.Parameter(attention.o_proj.weight[:, :16].clone())
     config, wanted = model.config, model(ids).logits
-    with pytest.raises(ValueError, match=r"layer 0, .* are \(2, 1, 8\), and its configuration says \(4, 2, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"layer 0, .* are \(2, 1, 8\), and its configuration says \(4, 2, 8\)"
+    ):
         patch_model(model, segment_length=8)
     assert model.config is config and torch.equal(model(ids).logits, wanted)
 
 
 def test_attention_in_both_directions_is_refused_in_a_checkpoint(tmp_path):
     decoder("gemma2", use_bidirectional_attention=True).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="use_bidirectional_attention tokens see what comes after them"):
+    with pytest.raises(
+        ValueError, match="use_bidirectional_attention tokens see what comes after them"
+    ):
         InfiniGemma2ForCausalLM.from_pretrained(tmp_path, segment_length=8)
 
 
 def test_a_family_that_fails_otherwise_is_as_it_was(monkeypatch):
-    """What is not known to work may raise anything where it is called otherwise than by its model."""
+    """What is not known to work may raise anything where it is called otherwise than by its
+    model."""
     model, ids = decoder("llama"), token_ids(1, 20)
     config, wanted = model.config, model(ids).logits
     monkeypatch.setattr(type(attention_of(model).o_proj), "forward", lambda *_: 1 / 0)

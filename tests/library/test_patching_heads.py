@@ -1,4 +1,5 @@
-"""Whole models with each head that transformers has for GPT-2: patched, saved, loaded, with their code only, unpatched."""
+"""Whole models with each head that transformers has for GPT-2: patched, saved, loaded, with their
+code only, unpatched."""
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from models import SIZES, token_ids
 
 # The stock class, and the Auto class that loads it
 HEADS = {"GPT2LMHeadModel": "AutoModelForCausalLM"}
-HEADS |= {f"GPT2For{task}": f"AutoModelFor{task}" for task in ("SequenceClassification", "TokenClassification")}
+HEADS |= {
+    f"GPT2For{task}": f"AutoModelFor{task}"
+    for task in ("SequenceClassification", "TokenClassification")
+}
 HEADS |= {"GPT2ForQuestionAnswering": "AutoModelForQuestionAnswering"}
 OPTIONS = {"segment_length": 8, "gate_init": 0.5}
 
@@ -24,7 +28,12 @@ def name(request) -> str:
 
 def stock(name: str, **options):
     torch.manual_seed(0)
-    options = {"initializer_range": 0.2, "pad_token_id": 0, "num_labels": 3, "classifier_dropout": 0.25} | options
+    options = {
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "num_labels": 3,
+        "classifier_dropout": 0.25,
+    } | options
     return getattr(transformers, name)(GPT2Config(**SIZES | options)).eval()
 
 
@@ -56,7 +65,9 @@ def test_patched_saved_loaded_and_unpatched(name, tmp_path):
     patch_model(model, **OPTIONS, layers=[0, 2])
     patched = outputs(model, ids)
     assert type(model) is infini_class(name) and len(gates_of(model)) == 2
-    assert not any(torch.allclose(one, other, atol=1e-3) for one, other in zip(patched, wanted, strict=True))
+    assert not any(
+        torch.allclose(one, other, atol=1e-3) for one, other in zip(patched, wanted, strict=True)
+    )
     model.save_pretrained(tmp_path)
     for loader in (infini_class(name), getattr(transformers, HEADS[name])):
         loaded = loader.from_pretrained(tmp_path)

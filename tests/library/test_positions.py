@@ -1,4 +1,5 @@
-"""Every position encoding against its paper's formula, written out number by number, or against transformers."""
+"""Every position encoding against its paper's formula, written out number by number, or against
+transformers."""
 
 import math
 
@@ -10,7 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from hf_infini.ops.positions import alibi_bias, alibi_slopes, rotate, rotation, sinusoidal_encoding
 
-ANGLES = 1e-5  # the functions' angles are float32, up to 200 radians here: half a unit in the last place is 8e-6
+# the functions' angles are float32, up to 200 radians here: half a unit in the last place is 8e-6
+ANGLES = 1e-5
 
 
 def distances(queries: int, keys: int) -> torch.Tensor:
@@ -26,14 +28,19 @@ def test_sinusoidal_is_the_papers_formula():
             position = int(positions[row, column])
             for pair in range(width // 2):
                 angle = position / 10_000 ** (2 * pair / width)
-                assert float(encoding[row, column, 2 * pair]) == pytest.approx(math.sin(angle), abs=ANGLES)
-                assert float(encoding[row, column, 2 * pair + 1]) == pytest.approx(math.cos(angle), abs=ANGLES)
+                assert float(encoding[row, column, 2 * pair]) == pytest.approx(
+                    math.sin(angle), abs=ANGLES
+                )
+                assert float(encoding[row, column, 2 * pair + 1]) == pytest.approx(
+                    math.cos(angle), abs=ANGLES
+                )
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 12])
 def test_alibi_is_blooms(heads):
     keys = 11
-    theirs = build_alibi_tensor(torch.ones(1, keys, dtype=torch.long), heads, torch.float32)  # slope · place of the key
+    # slope · place of the key
+    theirs = build_alibi_tensor(torch.ones(1, keys, dtype=torch.long), heads, torch.float32)
     slopes = theirs.view(heads, keys)[:, 1]
     torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), slopes)
     distance = distances(keys, keys)
@@ -41,7 +48,9 @@ def test_alibi_is_blooms(heads):
     # Bloom leaves out what is the same for all keys of a query, which a softmax does not see
     masked = torch.full((keys, keys), float("-inf")).triu(1)
     scores = torch.randn(heads, keys, keys, generator=torch.Generator().manual_seed(0)) + masked
-    torch.testing.assert_close((scores + ours).softmax(-1), (scores + theirs.view(heads, 1, keys)).softmax(-1))
+    torch.testing.assert_close(
+        (scores + ours).softmax(-1), (scores + theirs.view(heads, 1, keys)).softmax(-1)
+    )
     assert torch.equal(ours.diagonal(dim1=1, dim2=2), torch.zeros(heads, keys))
 
 
@@ -73,7 +82,8 @@ def test_rotated_products_depend_on_the_distance_alone():
 
         return float((turned(query, query_position) * turned(key, key_position)).sum())
 
-    assert product(9, 4) == pytest.approx(product(105, 100), abs=100 * ANGLES)  # 16 products of entries up to 3
+    # 16 products of entries up to 3
+    assert product(9, 4) == pytest.approx(product(105, 100), abs=100 * ANGLES)
     far = 100_000_000
     assert product(9, 4) == pytest.approx(product(far + 9, far + 4), abs=100 * ANGLES)  # also there
     assert abs(product(9, 4) - product(9, 5)) > 0.01

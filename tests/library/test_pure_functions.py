@@ -1,4 +1,5 @@
-"""What the core's pure functions promise beside the results that are compared with the reference everywhere else."""
+"""What the core's pure functions promise beside the results that are compared with the reference
+everywhere else."""
 
 import dataclasses
 
@@ -32,7 +33,8 @@ def test_the_reference_itself_does_not_depend_on_how_the_input_is_cut(cut):
     case, cuts = cut
     output, state = case.call(naive_infini_attention, cuts=cuts)
     wanted, wanted_state = case.call(naive_infini_attention)
-    torch.testing.assert_close(output, wanted, rtol=1e-9, atol=1e-9)  # float64, added up in the same order
+    # float64, added up in the same order
+    torch.testing.assert_close(output, wanted, rtol=1e-9, atol=1e-9)
     assert_same_state(state, wanted_state, 1e-9)
 
 
@@ -40,8 +42,12 @@ def test_a_layout_moves_to_another_device_once():
     layout = segment_layout(2, 3, 2, attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]))
     moved = layout.to(torch.device("meta"))
     assert layout.to(torch.device("cpu")) is layout and layout.to(torch.device("meta")) is moved
-    tensors = {name: value for name, value in vars(layout).items() if isinstance(value, torch.Tensor)}
-    assert {name: value.shape for name, value in tensors.items()} == {name: vars(moved)[name].shape for name in tensors}
+    tensors = {
+        name: value for name, value in vars(layout).items() if isinstance(value, torch.Tensor)
+    }
+    assert {name: value.shape for name, value in tensors.items()} == {
+        name: vars(moved)[name].shape for name in tensors
+    }
     assert all(vars(moved)[name].device.type == "meta" for name in tensors)
 
 
@@ -53,9 +59,14 @@ def test_a_mask_of_ones_gives_the_plain_layout():
 def test_padding_in_front_of_a_continued_document_starts_no_other(position):
     key = torch.ones(1, 1, 3, 2)
     state = dataclasses.replace(
-        InfiniState.initial(key, key, 4), tokens_seen=torch.tensor([7]), last_position=torch.tensor([6])
+        InfiniState.initial(key, key, 4),
+        tokens_seen=torch.tensor([7]),
+        last_position=torch.tensor([6]),
     )
-    real, position_ids = torch.tensor([[False, True, True]]), torch.tensor([[0, position, position + 1]])
+    real, position_ids = (
+        torch.tensor([[False, True, True]]),
+        torch.tensor([[0, position, position + 1]]),
+    )
     assert restarts(position_ids, real, state).tolist() == [[False, position == 6, False]]
 
 
@@ -65,10 +76,13 @@ def test_exp_features_and_their_gradient_up_to_the_bound_and_beyond():
     other = x.detach().clone().requires_grad_()
     features, wanted = FEATURE_MAPS["exp"](x), other.clamp(max=30).exp()
     torch.testing.assert_close(features, wanted)
-    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), z)[0] for y, z in ((features, x), (wanted, other))))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y.sum(), z)[0] for y, z in ((features, x), (wanted, other)))
+    )
 
 
 def test_scaled_products_within_float16_are_finite_there():
-    """The product before its scaling, 16 · 100 · 100 = 160,000, would not be; 40,000 is a number of float16."""
+    """The product before its scaling, 16 · 100 · 100 = 160,000, would not be; 40,000 is a number of
+    float16."""
     entries = torch.full((1, 1, 1, 16), 100.0, dtype=torch.float16)
     assert scaled_dot_scores(entries, entries).item() == 40_000

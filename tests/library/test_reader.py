@@ -1,4 +1,5 @@
-"""A reader: what it has read once, it goes on from, with the same answers as the whole text read anew."""
+"""A reader: what it has read once, it goes on from, with the same answers as the whole text read
+anew."""
 
 import multiprocessing
 import time
@@ -29,8 +30,16 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    options = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 12, "layers": [0, 2]}
-    return patch_model(decoder("llama", vocab_size=len(tokenizer), num_hidden_layers=3), **options).eval()
+    options = {
+        "segment_length": 8,
+        "local_segments": 1,
+        "sink_tokens": 2,
+        "kept_tokens": 12,
+        "layers": [0, 2],
+    }
+    return patch_model(
+        decoder("llama", vocab_size=len(tokenizer), num_hidden_layers=3), **options
+    ).eval()
 
 
 @pytest.fixture
@@ -39,7 +48,10 @@ def reader(model, tokenizer, monkeypatch):
     made, called = Reader(model, tokenizer, chunk=50, turns=2), []
     monkeypatch.setattr(made, "called", called, raising=False)
     hook = model.model.register_forward_pre_hook(
-        lambda m, args, given: called.append((given.get("input_ids") if not args else args[0]).shape[1]), with_kwargs=True
+        lambda m, args, given: called.append(
+            (given.get("input_ids") if not args else args[0]).shape[1]
+        ),
+        with_kwargs=True,
     )
     yield made
     hook.remove()
@@ -49,7 +61,9 @@ def reader(model, tokenizer, monkeypatch):
 def anew(model, tokenizer, text: str, tokens: int = 6) -> str:
     """What follows the whole text, greedily."""
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    output = model.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    output = model.generate(
+        ids, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
+    )
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -87,14 +101,19 @@ def test_a_chat_goes_on_from_the_last_turn_that_is_the_same(reader, model, token
 
     def whole() -> str:
         first, *rest = messages
-        return reader.rendered([{"role": "user", "content": f"{TEXT}\n\nQuestion: {first['content']}"}, *rest])
+        return reader.rendered(
+            [{"role": "user", "content": f"{TEXT}\n\nQuestion: {first['content']}"}, *rest]
+        )
 
     for question in ("When?", "Where?", "Why?", "How?"):
         reader.called.clear()
         answers.append(reader.chat(messages, **GREEDY))
         assert answers[-1] == anew(model, tokenizer, whole()).strip()
         assert reader.called[0] < 60  # of more than 400
-        messages += [{"role": "assistant", "content": answers[-1]}, {"role": "user", "content": question}]
+        messages += [
+            {"role": "assistant", "content": answers[-1]},
+            {"role": "user", "content": question},
+        ]
     assert len(reader.turns) == 2
     # Of an answer that comes back otherwise, the reader goes on from the turn before
     messages[-2] = {"role": "assistant", "content": "Nobody knows."}
@@ -122,18 +141,24 @@ def test_a_memory_file_is_read_where_it_is_there(model, tokenizer, tmp_path):
     assert file.stat().st_mtime_ns == written and [*file.parent.iterdir()] == [file]
     for name, tensor in read.tensors().items():
         torch.testing.assert_close(found.tensors()[name], tensor, rtol=0, atol=0)
-    assert again.generate(TEXT + "The king", **GREEDY) == [anew(model, tokenizer, TEXT + "The king")]
+    assert again.generate(TEXT + "The king", **GREEDY) == [
+        anew(model, tokenizer, TEXT + "The king")
+    ]
     with pytest.raises(MemoryFileError, match="memory of another text: give another name"):
         Reader(model, tokenizer).read(TEXT + "!", file=file)
     continued = Reader(model, tokenizer, cache=InfiniCache.from_pretrained(file, model))
     texts = ["The king", "and"]
-    assert continued.generate(texts, **GREEDY) == [anew(model, tokenizer, TEXT + text) for text in texts]
+    assert continued.generate(texts, **GREEDY) == [
+        anew(model, tokenizer, TEXT + text) for text in texts
+    ]
 
 
 def read_slowly(folder: str, file: str, text: str) -> None:
     """A process that keeps what it has read after every chunk."""
     module.SAVE_SECONDS = -1
-    model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (
+        kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
     Reader(model, tokenizer, chunk=24).read(text, file=file)
 
 
@@ -147,7 +172,9 @@ def test_killed_it_goes_on_and_ends_with_the_same_bytes(tmp_path):
         part.save_pretrained(tmp_path / "model")
     Reader(model, tokenizer, chunk=24).read(text, file=tmp_path / "straight", progress=False)
     file, partial = tmp_path / "text", tmp_path / "text.partial"
-    process = multiprocessing.get_context("spawn").Process(target=read_slowly, args=(tmp_path / "model", file, text))
+    process = multiprocessing.get_context("spawn").Process(
+        target=read_slowly, args=(tmp_path / "model", file, text)
+    )
     process.start()
     while not partial.exists() or read_memory_file(partial)[0]["columns"] < 600:
         assert process.is_alive()

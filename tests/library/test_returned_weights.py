@@ -16,7 +16,12 @@ from models import infini_gpt2, token_ids
 @pytest.mark.parametrize("layers", [[1], [0, 2]])
 def test_every_layer_returns_weights_with_the_eager_implementation(layers):
     model, ids = infini_gpt2(layers=layers), token_ids(2, 20)
-    generation = {"max_new_tokens": 2, "pad_token_id": 0, "return_dict_in_generate": True, "output_attentions": True}
+    generation = {
+        "max_new_tokens": 2,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+        "output_attentions": True,
+    }
     assert model(ids).attentions is None
     model.set_attn_implementation("eager")
 
@@ -38,20 +43,29 @@ def with_weights(case, cuts):
     """The outputs of [`attend`] in calls between the cuts, and the weights of each call."""
     options, state, edges = dict(case.options), None, [0, *cuts, case.query.shape[2]]
     tensors = (case.query, case.key, case.value, options.pop("log_weight", None))
-    of_tokens = {name: options.pop(name, None) for name in ("attention_mask", "position_ids", "memory_mask")}
+    of_tokens = {
+        name: options.pop(name, None) for name in ("attention_mask", "position_ids", "memory_mask")
+    }
     window = (case.segment_length, options.pop("local_segments"), options.pop("sink_tokens", 0))
     of_scores = {name: options.pop(name, None) for name in ("softcap", "rotary")}
     softmax = ScoreOptions(written_out=True, **of_scores)
     rule = memory_rule(**options)
     outputs, weights = [], []
     for begin, end in zip(edges, edges[1:], strict=False):
-        now = {name: None if tensor is None else tensor[:, begin:end] for name, tensor in of_tokens.items()}
+        now = {
+            name: None if tensor is None else tensor[:, begin:end]
+            for name, tensor in of_tokens.items()
+        }
         layout = segment_layout(len(case.query), end - begin, *window, state=state, **now)
-        pieces = Projections(*(None if tensor is None else tensor[:, :, begin:end] for tensor in tensors))
+        pieces = Projections(
+            *(None if tensor is None else tensor[:, :, begin:end] for tensor in tensors)
+        )
         if state is None:
             weighted = pieces.log_weight is not None
             state = InfiniState.initial(case.key, case.value, *window, rule=rule, weighted=weighted)
-        output, state, weight = attend(AttentionCall(pieces, case.gate, layout, rule, softmax, state, return_state=True))
+        output, state, weight = attend(
+            AttentionCall(pieces, case.gate, layout, rule, softmax, state, return_state=True)
+        )
         outputs.append(output)
         weights.append(weight)
     return torch.cat(outputs, 2), torch.cat(weights, 2)
@@ -65,7 +79,11 @@ def test_weights_are_those_of_the_tokens_in_their_places(cut):
     case.gate = torch.full_like(case.gate, -800.0)
     output, weights = with_weights(case, cuts)
     value = case.value.repeat_interleave(case.query.shape[1] // case.key.shape[1], 1)
-    length, kept, sinks = case.segment_length, case.options["local_segments"], case.options.get("sink_tokens", 0)
+    length, kept, sinks = (
+        case.segment_length,
+        case.options["local_segments"],
+        case.options.get("sink_tokens", 0),
+    )
     real, positions = (case.options.get(name) for name in ("attention_mask", "position_ids"))
     for row in range(len(value)):
         document, last = [], -1
@@ -78,7 +96,10 @@ def test_weights_are_those_of_the_tokens_in_their_places(cut):
             number = len(document) - 1
             first = (number // length - kept) * length  # token in slot 0 of the window
             seen = range(max(first, 0), number + 1)
-            slots, keys = [sinks + place - first for place in seen], [document[place] for place in seen]
+            slots, keys = (
+                [sinks + place - first for place in seen],
+                [document[place] for place in seen],
+            )
             if first > 0:
                 slots, keys = [*range(sinks), *slots], document[:sinks] + keys
             found = weights[row, :, token, slots]

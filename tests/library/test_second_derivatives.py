@@ -1,6 +1,8 @@
-"""Gradients of gradients (`create_graph=True`), which go through the gradients that are written by hand.
+"""Gradients of gradients (`create_graph=True`), which go through the gradients that are written by
+hand.
 
-Torch's fused softmax kernels have no second derivative and say so; everything else is right with its plain one.
+Torch's fused softmax kernels have no second derivative and say so; everything else is right with
+its plain one.
 """
 
 import pytest
@@ -29,18 +31,28 @@ def positive(*shape):
 
 def states_of(rule, continues, *tensors):
     keys, value, memory, normaliser = tensors
-    before, after = memory_rule(rule, eps=0.1).states((keys, value, None), memory, normaliser, continues)
+    before, after = memory_rule(rule, eps=0.1).states(
+        (keys, value, None), memory, normaliser, continues
+    )
     return *before, *after
 
 
 # Two steps; the second document begins with the second
 PACKED = torch.tensor([[False, True]])
 # keys, value, memory, normaliser
-STATES = [(positive, 1, 2, 1, 2, 2), (normal, 1, 2, 1, 2, 2), (normal, 1, 1, 2, 2), (positive, 1, 1, 2)]
+STATES = [
+    (positive, 1, 2, 1, 2, 2),
+    (normal, 1, 2, 1, 2, 2),
+    (normal, 1, 1, 2, 2),
+    (positive, 1, 1, 2),
+]
 FUNCTIONS = {}
 for rule in ("linear", "delta"):
     for packing, continues in (("", None), (" packed", PACKED)):
-        FUNCTIONS[rule + packing] = (lambda *tensors, r=rule, c=continues: states_of(r, c, *tensors), STATES)
+        FUNCTIONS[rule + packing] = (
+            lambda *tensors, r=rule, c=continues: states_of(r, c, *tensors),
+            STATES,
+        )
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -55,8 +67,12 @@ def gradients_of_gradients(case, function, cuts=()):
     leaves = case.leaves()
     output, state = case.call(function, leaves, cuts)
     total = output.sin().sum() + state.memory.sin().sum() + state.normaliser.sin().sum()
-    first = torch.autograd.grad(total + sum(leaf.sum() * 0 for leaf in leaves), leaves, create_graph=True)
-    second = sum(gradient.square().sum() for gradient in first) + sum(leaf.sum() * 0 for leaf in leaves)
+    first = torch.autograd.grad(
+        total + sum(leaf.sum() * 0 for leaf in leaves), leaves, create_graph=True
+    )
+    second = sum(gradient.square().sum() for gradient in first) + sum(
+        leaf.sum() * 0 for leaf in leaves
+    )
     return torch.autograd.grad(second, leaves)
 
 
@@ -65,7 +81,8 @@ def gradients_of_gradients(case, function, cuts=()):
 @examples(30)
 @given(cut=cut_cases() | cut_cases(make=keeping_case))
 def test_the_whole_equals_the_naive_reference(elements, monkeypatch, cut):
-    """Whose every step autograd takes apart by itself: any options, padding, packing, calls cut anywhere."""
+    """Whose every step autograd takes apart by itself: any options, padding, packing, calls cut
+    anywhere."""
     monkeypatch.setitem(hf_infini.ops.attention.GROUP_ELEMENTS, "cpu", elements)
     case, cuts = cut
     with sdpa_kernel(SDPBackend.MATH):
@@ -76,8 +93,18 @@ def test_the_whole_equals_the_naive_reference(elements, monkeypatch, cut):
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["linear", "delta", "gated_delta"])
 def test_with_dropout(rule):
-    """The same weights are dropped in both calls, and only local ones: finite differences of the first gradients."""
-    case = plain_case(batch=1, heads=1, kv_heads=1, tokens=7, width=2, segment_length=3, update_rule=rule, dropout=0.5)
+    """The same weights are dropped in both calls, and only local ones: finite differences of the
+    first gradients."""
+    case = plain_case(
+        batch=1,
+        heads=1,
+        kv_heads=1,
+        tokens=7,
+        width=2,
+        segment_length=3,
+        update_rule=rule,
+        dropout=0.5,
+    )
 
     def attend(*leaves):
         torch.manual_seed(0)
@@ -90,5 +117,7 @@ def test_a_fused_kernel_says_that_it_has_none():
     query, key, value = (normal(1, 2, 64, 64) for _ in range(3))
     output = infini_attention(query, key, value, torch.zeros(2, dtype=torch.float64), 32)
     (gradient,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="scaled_dot_product_flash_attention.* is not implemented"):
+    with pytest.raises(
+        RuntimeError, match="scaled_dot_product_flash_attention.* is not implemented"
+    ):
         torch.autograd.grad(gradient.square().sum(), query)

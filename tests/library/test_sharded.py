@@ -1,5 +1,5 @@
-"""Models in pieces: FSDP2 by `accelerate launch` trains, saves and resumes as one process does, and a sharded model is saved
-with the same code."""
+"""Models in pieces: FSDP2 by `accelerate launch` trains, saves and resumes as one process does, and
+a sharded model is saved with the same code."""
 
 import json
 import sys
@@ -35,8 +35,20 @@ FSDP2 = ["--config_file", CONFIGS / "accelerate_fsdp2.yaml"]
 def options(base: Path) -> list:
     found = ["--data", prepared_data(base), *SIZES, "--attention", "infini", "--segment_length", 16]
     found += ["--position_encoding", "segment", "--precision", "float32"]
-    found += ["--batch_size", 4, "--max_steps", 3, "--eval_steps", 2, "--logging_steps", 1, "--save_steps", 2]
-    # The last batch of an evaluation is the first process's alone, and yet both have to call the model
+    found += [
+        "--batch_size",
+        4,
+        "--max_steps",
+        3,
+        "--eval_steps",
+        2,
+        "--logging_steps",
+        1,
+        "--save_steps",
+        2,
+    ]
+    # The last batch of an evaluation is the first process's alone, and yet both have to call the
+    # model
     return found + ["--eval_rows", 12]
 
 
@@ -57,7 +69,15 @@ def sharded(base) -> tuple[Path, Callable[[], str]]:
 @pytest.fixture(scope="module")
 def alone(base) -> Path:
     """The same run of one process."""
-    train.main([*map(str, options(base)), "--gradient_accumulation", "4", "--out", str(base / "not_sharded")])
+    train.main(
+        [
+            *map(str, options(base)),
+            "--gradient_accumulation",
+            "4",
+            "--out",
+            str(base / "not_sharded"),
+        ]
+    )
     return base / "not_sharded"
 
 
@@ -70,7 +90,9 @@ def test_two_sharded_processes_train_what_one_does(sharded, alone):
             assert found == (None if wanted is None else pytest.approx(wanted, rel=1e-4))
         for layer, heads in (of_one[3] or {}).items():
             assert of_two[3][layer] == pytest.approx(heads, abs=1e-4)
-    assert result(folder)["cross_entropy"] == pytest.approx(result(alone)["cross_entropy"], rel=1e-4)
+    assert result(folder)["cross_entropy"] == pytest.approx(
+        result(alone)["cross_entropy"], rel=1e-4
+    )
     assert result(folder)["gates"] != {"0": [0.5, 0.5], "1": [0.5, 0.5]}
     (folder / "result.json").unlink()
     (folder / "checkpoint-3" / "complete.json").unlink()
@@ -81,22 +103,38 @@ def test_two_sharded_processes_train_what_one_does(sharded, alone):
 
 def test_what_a_sharded_run_saves_is_whole(sharded):
     folder, _ = sharded
-    found, checkpoint = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, folder / "checkpoint-3"))
+    found, checkpoint = (
+        AutoModelForCausalLM.from_pretrained(path) for path in (folder, folder / "checkpoint-3")
+    )
     assert type(found) is type(checkpoint) is InfiniGPT2LMHeadModel
     weights = found.state_dict()
-    assert all(torch.equal(weights[name], weight) for name, weight in checkpoint.state_dict().items())
+    assert all(
+        torch.equal(weights[name], weight) for name, weight in checkpoint.state_dict().items()
+    )
     assert training.gate_values(found) == result(folder)["gates"]
-    assert code_of(folder) == code_of(folder / "checkpoint-3") and code_of(folder).keys() == {"needs_hf_infini.py"}
-    configs = [json.loads((path / "config.json").read_text()) for path in (folder, folder / "checkpoint-3")]
-    assert configs[0]["auto_map"] == configs[1]["auto_map"] and configs[1]["architectures"] == ["InfiniGPT2LMHeadModel"]
+    assert code_of(folder) == code_of(folder / "checkpoint-3") and code_of(folder).keys() == {
+        "needs_hf_infini.py"
+    }
+    configs = [
+        json.loads((path / "config.json").read_text()) for path in (folder, folder / "checkpoint-3")
+    ]
+    assert configs[0]["auto_map"] == configs[1]["auto_map"] and configs[1]["architectures"] == [
+        "InfiniGPT2LMHeadModel"
+    ]
 
 
 def test_the_deepspeed_file_leaves_to_the_trainer_what_train_py_is_told():
     """What accelerate reads of it, with or without DeepSpeed."""
     config = HfDeepSpeedConfig(str(CONFIGS / "deepspeed_zero2.json"))
     assert config.is_zero2() and not config.is_zero3() and not config.is_offload()
-    assert config.get_value("optimizer") is None and config.get_value("scheduler") is None  # train.py's, the gates' own rate
-    trainer_s = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    # train.py's, the gates' own rate
+    assert config.get_value("optimizer") is None and config.get_value("scheduler") is None
+    trainer_s = (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    )
     assert all(config.get_value(name) == "auto" for name in (*trainer_s, "bf16.enabled"))
 
 
@@ -124,4 +162,6 @@ def test_a_model_that_is_sharded_carries_the_same_code(process_group, tmp_path):
     code = code_of(tmp_path / "plain")
     assert len(code) > 10 and code_of(tmp_path / "sharded") == code
     for name in ("config.json", "generation_config.json", "model.safetensors"):
-        assert (tmp_path / "sharded" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes(), name
+        assert (tmp_path / "sharded" / name).read_bytes() == (
+            tmp_path / "plain" / name
+        ).read_bytes(), name

@@ -1,4 +1,5 @@
-"""Parts of rows: their losses, and whether greedy decoding gives them, against one pass over each row."""
+"""Parts of rows: their losses, and whether greedy decoding gives them, against one pass over each
+row."""
 
 import pytest
 import torch
@@ -11,10 +12,17 @@ MODELS = {"gpt2": gpt2, "infini": lambda: infini_gpt2(position_encoding="segment
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_spans_are_the_naive_losses(make):
-    model, rows = make(), [row[:length] for row, length in zip(token_ids(3, 40), (40, 9, 22), strict=True)]
+    model, rows = (
+        make(),
+        [row[:length] for row, length in zip(token_ids(3, 40), (40, 9, 22), strict=True)],
+    )
     with torch.no_grad():
-        predicted = [model(input_ids=row[None], use_cache=False).logits[0].double().log_softmax(-1) for row in rows]
-    rows[2][-1] = predicted[2][-2].argmax()  # the last token is then the one that greedy decoding gives
+        predicted = [
+            model(input_ids=row[None], use_cache=False).logits[0].double().log_softmax(-1)
+            for row in rows
+        ]
+    # the last token is then the one that greedy decoding gives
+    rows[2][-1] = predicted[2][-2].argmax()
     spans = [(0, 1, 40), (1, 8, 9), (2, 21, 22), (0, 30, 33)]
     for chunk in (7, 100):
         found = score_spans(model, [row.numpy() for row in rows], spans, chunk)

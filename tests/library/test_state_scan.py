@@ -21,7 +21,12 @@ def factors(blocks, packed=False, width=4):
 
     key = F.normalize(normal(2, blocks, 3, 2, width), dim=-1)
     continues = torch.rand(2, blocks) < 0.8 if packed else None
-    return 0.4 * key.mT @ normal(2, blocks, 3, 2, 5), 0.4 * key.mT @ key, normal(2, 3, width, 5), continues
+    return (
+        0.4 * key.mT @ normal(2, blocks, 3, 2, 5),
+        0.4 * key.mT @ key,
+        normal(2, 3, width, 5),
+        continues,
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -35,7 +40,9 @@ def test_groups_find_the_same_states_and_derivatives(blocks, packed, monkeypatch
         for leaf in leaves:
             leaf.requires_grad_()
         memories, last = DeltaScan.apply(*arguments)
-        first = torch.autograd.grad(memories.sin().sum() + last.cos().sum(), leaves, create_graph=True)
+        first = torch.autograd.grad(
+            memories.sin().sum() + last.cos().sum(), leaves, create_graph=True
+        )
         second = torch.autograd.grad(sum(gradient.square().sum() for gradient in first), leaves)
         results.append((memories, last, first, second))
     (memories, last, first, second), (*wanted, wanted_first, wanted_second) = results[1], results[0]
@@ -45,9 +52,13 @@ def test_groups_find_the_same_states_and_derivatives(blocks, packed, monkeypatch
 
 
 def test_thousands_of_roundings_do_not_add_up(monkeypatch):
-    """Of the delta rule, whose map comes ever nearer to the identity: only changes are multiplied."""
+    """Of the delta rule, whose map comes ever nearer to the identity: only changes are
+    multiplied."""
     torch.manual_seed(0)
-    key, value = torch.randn(1, 4000, 1, 4, 16).abs().double(), torch.randn(1, 4000, 1, 4, 5).double()
+    key, value = (
+        torch.randn(1, 4000, 1, 4, 16).abs().double(),
+        torch.randn(1, 4000, 1, 4, 5).double(),
+    )
     results = []
     for way, dtype in (("loop", torch.float64), ("loop", torch.float32), ("groups", torch.float32)):
         monkeypatch.setitem(scan.GROUPED_STATE, "cpu", WAYS[way])
@@ -58,7 +69,8 @@ def test_thousands_of_roundings_do_not_add_up(monkeypatch):
     wanted, *found = results
     pairs = [pair for tensors in found for pair in zip(tensors, wanted, strict=True)]
     errors = [float((one.double() - other).abs().max() / other.abs().max()) for one, other in pairs]
-    # Measured: at most 2.2e-6; with products of whole states instead of changes, 5.8e-6 by the loop and 1.7e-4 in groups
+    # Measured: at most 2.2e-6; with products of whole states instead of changes, 5.8e-6 by the loop
+    # and 1.7e-4 in groups
     assert max(errors) < 4e-6
 
 
@@ -83,4 +95,8 @@ def test_what_is_no_number_stays_in_its_document(way, monkeypatch):
     continues[:, 16] = False
     target[:, 3] = float("nan")
     memories, last = DeltaScan.apply(target, factor, incoming, continues)
-    assert bool(memories[:, 4:17].isnan().any()) and bool(memories[:, 17:].isfinite().all()) and bool(last.isfinite().all())
+    assert (
+        bool(memories[:, 4:17].isnan().any())
+        and bool(memories[:, 17:].isfinite().all())
+        and bool(last.isfinite().all())
+    )

@@ -1,4 +1,5 @@
-"""Two copies of the code in one process: a model loaded by the code beside its weights, and another version's."""
+"""Two copies of the code in one process: a model loaded by the code beside its weights, and another
+version's."""
 
 import os
 import subprocess
@@ -40,14 +41,26 @@ def test_code_that_was_trusted_once_stands_for_no_other_load(tmp_path):
         folder = tmp_path / model.config.model_type
         model.save_pretrained(folder / "trusted", save_code=True)
         model.save_pretrained(folder / "other", save_code=True)
-        config, (code,) = folder / "other" / "config.json", (folder / "other").glob("hf_infini_*")  # as another version's
+        # as another version's
+        config, (code,) = folder / "other" / "config.json", (folder / "other").glob("hf_infini_*")
         config.write_text(config.read_text().replace(code.name, "hf_infini_0badc0de"))
         for file in code.glob("*.py"):
-            file.write_text(file.read_text() + f"\nopen({str(folder / 'other' / 'ran')!r}, 'w').close()\n")
+            file.write_text(
+                file.read_text() + f"\nopen({str(folder / 'other' / 'ran')!r}, 'w').close()\n"
+            )
         code.rename(code.with_name("hf_infini_0badc0de"))
     done = subprocess.run(
-        [sys.executable, "-I", "-c", TRUST, *(tmp_path / model.config.model_type for model in models)],
-        env=os.environ | {"HF_HOME": str(tmp_path / "home")}, cwd=tmp_path, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-I",
+            "-c",
+            TRUST,
+            *(tmp_path / model.config.model_type for model in models),
+        ],
+        env=os.environ | {"HF_HOME": str(tmp_path / "home")},
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""A new update rule is one file and one name: that of CONTRIBUTING.md is added to a copy of the library. Backends."""
+"""A new update rule is one file and one name: that of CONTRIBUTING.md is added to a copy of the
+library. Backends."""
 
 import os
 import re
@@ -30,7 +31,8 @@ import mqar
 torch.manual_seed(0)
 for seed in range(30):
     case = random_case(seed, torch.float64, update_rule="squashed")
-    assert_equals_reference(case, infini_attention, 1e-9, random_cuts(seed, case.query.shape[2]))  # float64
+    cuts = random_cuts(seed, case.query.shape[2])
+    assert_equals_reference(case, infini_attention, 1e-9, cuts)  # float64
 model = patch_model(gpt2(), segment_length=8, update_rule="squashed", gate_init=1.0)
 ids = token_ids(2, 40)
 model(ids, labels=ids).loss.backward()
@@ -53,17 +55,25 @@ def test_the_rule_of_contributing_is_one_file_and_a_name(tmp_path):
     code = re.search("```python\n(.*?)```", section, re.DOTALL)
     (package / "ops" / "rules" / "squashed.py").write_text(code[1])
     options = (package / "options.py").read_text("utf-8")
-    (package / "options.py").write_text(options.replace('"gated_delta"]', '"gated_delta", "squashed"]', 1))
+    (package / "options.py").write_text(
+        options.replace('"gated_delta"]', '"gated_delta", "squashed"]', 1)
+    )
     path = [str(tmp_path), str(ROOT / "tests" / "helpers"), str(ROOT / "recipes")]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path / "saved"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)}, cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_the_backend_of_a_call_can_be_seen_and_forced():
-    reason = "triton: not on a CUDA device; step: not one token for every row; grid: plain torch, in a grid of segments"
+    reason = (
+        "triton: not on a CUDA device; step: not one token for every row; grid: plain torch, "
+        "in a grid of segments"
+    )
     found = backend_of(patch_model(gpt2(n_layer=2), segment_length=8))
     assert found == {f"transformer.h.{number}.attn": reason for number in (0, 1)}
     with pytest.raises(ValueError, match="a GPT2LMHeadModel has no layer with a memory"):
@@ -73,7 +83,12 @@ def test_the_backend_of_a_call_can_be_seen_and_forced():
     case = random_case(0, segment_length=4)
     given = (case.query, case.key, case.value, case.gate, case.segment_length)
     with forced_backend("grid"):
-        torch.testing.assert_close(infini_attention(*given), infini_attention(*given), rtol=0, atol=0)
+        torch.testing.assert_close(
+            infini_attention(*given), infini_attention(*given), rtol=0, atol=0
+        )
     for name in ("step", "none"):
-        with forced_backend(name), pytest.raises(ValueError, match=f"no backend of {', '.join(BACKENDS)}"):
+        with (
+            forced_backend(name),
+            pytest.raises(ValueError, match=f"no backend of {', '.join(BACKENDS)}"),
+        ):
             infini_attention(*given)

@@ -1,4 +1,5 @@
-"""The page of a model's heads and the recipe that writes it: whole, self-contained, and with inspect_attention's numbers."""
+"""The page of a model's heads and the recipe that writes it: whole, self-contained, and with
+inspect_attention's numbers."""
 
 import base64
 import json
@@ -23,7 +24,8 @@ TEXT = "A ação do coração é a razão da canção. Não há pão; há mãos,
 
 
 class Page(HTMLParser):
-    """What a browser's parser makes of the page: its tags, its attributes, and the content of each element."""
+    """What a browser's parser makes of the page: its tags, its attributes, and the content of each
+    element."""
 
     VOID = {"meta", "input", "br"}
 
@@ -68,7 +70,16 @@ def bpe():
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (infini_gpt2, {"sink_tokens": 2, "segment_length": 4, "layers": [0, 2], "kept_tokens": 3, "keep_score": "half"}),
+        (
+            infini_gpt2,
+            {
+                "sink_tokens": 2,
+                "segment_length": 4,
+                "layers": [0, 2],
+                "kept_tokens": 3,
+                "keep_score": "half",
+            },
+        ),
         (causal_mha, {"attention": "local", "sliding_window": 5, "position_encoding": "alibi"}),
     ],
 )
@@ -88,34 +99,59 @@ def test_the_page_holds_the_inspection_s_numbers(make, options, bpe):
             memory = layer.memory_weights[row]
             wanted = torch.where(memory == 0, wanted, memory)
             # Five digits are kept
-            tensors = {"tokenGate": layer.token_gate, "share": layer.memory_share, "memory": layer.memory_norm}
+            tensors = {
+                "tokenGate": layer.token_gate,
+                "share": layer.memory_share,
+                "memory": layer.memory_norm,
+            }
             for name, tensor in tensors.items():
                 assert np.array(found[name]) == pytest.approx(tensor[row].numpy(), rel=1e-4)
             assert found["gate"] == pytest.approx(layer.gate.tolist(), rel=1e-4)
-            fates = [[[int(digit) for digit in moment] for moment in head] for head in found["fates"]]
+            fates = [
+                [[int(digit) for digit in moment] for moment in head] for head in found["fates"]
+            ]
             assert fates == layer.fates[row].tolist()
         for head in range(4):  # the eight bits of bfloat16
-            assert decoded(found, head) == pytest.approx(wanted[head].numpy(), rel=2**-8, abs=0, nan_ok=True)
+            assert decoded(found, head) == pytest.approx(
+                wanted[head].numpy(), rel=2**-8, abs=0, nan_ok=True
+            )
 
 
 def test_no_token_breaks_the_page():
-    text = "</script><script>alert(1)</script><b>&amp;</b> <!-- <script ]]> \\u003c \"'`${a}` \u2028\n"
+    text = (
+        "</script><script>alert(1)</script><b>&amp;</b> <!-- <script ]]> \\u003c \"'`${a}` \u2028\n"
+    )
     tokenizer = build_character_tokenizer([text])
     backend_texts = ["</script>", "<b>", "<!--", "&lt;", "\\u003c"]
-    inspection = inspect_attention(infini_gpt2(vocab_size=len(tokenizer), n_positions=128), text, tokenizer)
+    inspection = inspect_attention(
+        infini_gpt2(vocab_size=len(tokenizer), n_positions=128), text, tokenizer
+    )
     inspection.texts[0][:5] = backend_texts  # pieces of several letters, as a BPE has them
     page = Page(inspection_page(inspection, title='<i>m</i> </title> & "m"'))
-    plain = Page(inspection_page(inspect_attention(gpt2(), torch.ones(1, 3, dtype=torch.long)), title="m"))
+    plain = Page(
+        inspection_page(inspect_attention(gpt2(), torch.ones(1, 3, dtype=torch.long)), title="m")
+    )
     assert page.tags == plain.tags and page.tags.count("script") == 2
-    assert page.data()["tokens"] == inspection.texts[0] and page.data()["title"] == '<i>m</i> </title> & "m"'
+    assert page.data()["tokens"] == inspection.texts[0] and page.data()["title"] == (
+        '<i>m</i> </title> & "m"'
+    )
     assert page.content["title", None] == 'Attention heads: <i>m</i> </title> & "m"'
 
 
 def test_the_page_needs_nothing_else(bpe):
-    text = inspection_page(inspect_attention(gpt2(vocab_size=len(bpe), n_positions=128), TEXT, bpe), title="m")
-    addresses = re.findall(r"https?://[^\"'\s]*|url\(|@import|fetch\(|import\(|XMLHttpRequest", text)
-    assert addresses == ["http://www.w3.org/2000/svg"]  # the name of a namespace, which nobody loads
-    policy = next(value for name, value in Page(text).attributes if name == "content" and "default-src" in value)
+    text = inspection_page(
+        inspect_attention(gpt2(vocab_size=len(bpe), n_positions=128), TEXT, bpe), title="m"
+    )
+    addresses = re.findall(
+        r"https?://[^\"'\s]*|url\(|@import|fetch\(|import\(|XMLHttpRequest", text
+    )
+    # the name of a namespace, which nobody loads
+    assert addresses == ["http://www.w3.org/2000/svg"]
+    policy = next(
+        value
+        for name, value in Page(text).attributes
+        if name == "content" and "default-src" in value
+    )
     assert "default-src 'none'" in policy and "http" not in policy
 
 
@@ -123,22 +159,30 @@ def test_numbers_that_are_not_finite_and_layers_without_attention():
     inspection = inspect_attention(infini_gpt2(), torch.ones(1, 20, dtype=torch.long))
     inspection.layers[0].memory_norm[0, 0, 1] = float("inf")
     assert Page(inspection_page(inspection, title="m")).data()["layers"][0]["memory"][0][1] is None
-    inspection = inspect_attention(causal_mha(attention="none"), torch.ones(1, 20, dtype=torch.long))
+    inspection = inspect_attention(
+        causal_mha(attention="none"), torch.ones(1, 20, dtype=torch.long)
+    )
     assert Page(inspection_page(inspection)).data()["layers"][1] == {"layer": 1, "kind": "none"}
 
 
-# --- the recipe -------------------------------------------------------------------------------------------------------
+# --- the recipe
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, bpe):
     """Folders of small models with a tokenizer, by kind."""
-    base, sizes = tmp_path_factory.mktemp("models"), {"vocab_size": len(bpe), "pad_token_id": bpe.pad_token_id}
+    base, sizes = (
+        tmp_path_factory.mktemp("models"),
+        {"vocab_size": len(bpe), "pad_token_id": bpe.pad_token_id},
+    )
     made = {
         "hybrid": infini_gpt2(layers=[0, 2], position_encoding="segment", kept_tokens=4, **sizes),
         "gpt2": gpt2(**sizes),
         "none": causal_mha(attention="none", **sizes),
-        "long": infini_gpt2(segment_length=90, local_segments=1, position_encoding="rope", n_layer=1, **sizes),
+        "long": infini_gpt2(
+            segment_length=90, local_segments=1, position_encoding="rope", n_layer=1, **sizes
+        ),
     }
     for name, model in made.items():
         model.save_pretrained(base / name)
@@ -157,17 +201,40 @@ def data_of(out, *others) -> dict:
 
 def test_a_checkpoint_and_a_text_become_a_page(models, bpe, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(f"{TEXT} {TEXT}\n", encoding="utf-8")
-    inspect("--model", models / "hybrid", "--text_file", tmp_path / "text.txt", "--max_tokens", 30, "--picture", 2, 3)
+    inspect(
+        "--model",
+        models / "hybrid",
+        "--text_file",
+        tmp_path / "text.txt",
+        "--max_tokens",
+        30,
+        "--picture",
+        2,
+        3,
+    )
     shown, out = capsys.readouterr(), models / "hybrid" / "heads"
     ids = bpe(f"{TEXT} {TEXT}", add_special_tokens=False)["input_ids"]
-    assert shown.out.startswith(f"{out / 'heads.html'} (") and f"30 of the text's {len(ids)} tokens" in shown.err
+    assert (
+        shown.out.startswith(f"{out / 'heads.html'} (")
+        and (f"30 of the text's {len(ids)} tokens") in shown.err
+    )
     data = data_of(out, "kept_2_3.png")
     pixels = (255 * imread(out / "kept_2_3.png")[..., :3]).round().astype(np.uint8)
     shades = {bytes(pixel) for pixel in np.unique(pixels.reshape(-1, 3), axis=0)}
-    seen = {name for name, (_, background, _) in LOOKS.items() if bytes.fromhex(background[1:]) in shades}
+    seen = {
+        name
+        for name, (_, background, _) in LOOKS.items()
+        if bytes.fromhex(background[1:]) in shades
+    }
     assert seen == {"kept", "window", "memory", "none"}  # the last two are white; there is no sink
-    assert len(data["tokens"]) == 30 and [layer["kind"] for layer in data["layers"]] == ["infini", "global", "infini"]
-    model = infini_gpt2(layers=[0, 2], position_encoding="segment", kept_tokens=4, vocab_size=len(bpe))
+    assert len(data["tokens"]) == 30 and [layer["kind"] for layer in data["layers"]] == [
+        "infini",
+        "global",
+        "infini",
+    ]
+    model = infini_gpt2(
+        layers=[0, 2], position_encoding="segment", kept_tokens=4, vocab_size=len(bpe)
+    )
     layer = inspect_attention(model, torch.tensor([ids[:30]])).layers[2]
     wanted = (layer.weights + layer.memory_weights)[0, 3].numpy()  # a token has one of the two
     assert np.nan_to_num(decoded(data["layers"][2], 3)) == pytest.approx(wanted, rel=2**-8, abs=0)
@@ -177,8 +244,14 @@ def test_lines_of_the_picture_end_between_words():
     texts = ["In", "·the", "·begin", "ning", "⏎", "·a", *["·word", "s"] * 60, *["xyz"] * 40]
     places = token_places(texts)
     assert places[3:6] == [(0, 12), (0, 16), (1, 0)]  # the line break itself is still in its line
-    assert all(column + len(text) <= COLUMNS for text, (_, column) in zip(texts, places, strict=True))
-    assert all(line == places[number - 1][0] for number, (line, _) in enumerate(places) if texts[number] == "s")
+    assert all(
+        column + len(text) <= COLUMNS for text, (_, column) in zip(texts, places, strict=True)
+    )
+    assert all(
+        line == places[number - 1][0]
+        for number, (line, _) in enumerate(places)
+        if texts[number] == "s"
+    )
     assert places[-1][0] == 6
 
 
@@ -195,15 +268,41 @@ def test_without_a_text_a_story_reaches_the_memory(models, tmp_path, capsys):
 
 def test_what_is_refused(models, tmp_path, capsys, monkeypatch):
     for name, options, message in (
-        ("gpt2", ["--text", "a" * 65], "65 tokens, but this model has 64 learned positions: ask for fewer"),
+        (
+            "gpt2",
+            ["--text", "a" * 65],
+            "65 tokens, but this model has 64 learned positions: ask for fewer",
+        ),
         ("hybrid", ["--text", "a", "--picture", "2"], "--picture takes two numbers"),
-        ("hybrid", ["--text", "a", "--picture", "1", "0"], "--picture 1 0: there is no such head with a memory"),
-        ("hybrid", ["--text", "a", "--picture", "2", "4"], "--picture 2 4: there is no such head with a memory"),
-        ("gpt2", ["--text", "a", "--text_file", "b"], "give one of --text and --text_file, not both"),
+        (
+            "hybrid",
+            ["--text", "a", "--picture", "1", "0"],
+            "--picture 1 0: there is no such head with a memory",
+        ),
+        (
+            "hybrid",
+            ["--text", "a", "--picture", "2", "4"],
+            "--picture 2 4: there is no such head with a memory",
+        ),
+        (
+            "gpt2",
+            ["--text", "a", "--text_file", "b"],
+            "give one of --text and --text_file, not both",
+        ),
         ("none", ["--text", "a"], "has no attention heads"),
     ):
-        refused(inspect_heads.main, ["--model", models / name, *options, "--out", tmp_path / "out"], capsys, message)
-    refused(inspect_heads.main, ["--model", "nowhere"], capsys, "--out is needed, as --model nowhere is no folder here")
+        refused(
+            inspect_heads.main,
+            ["--model", models / name, *options, "--out", tmp_path / "out"],
+            capsys,
+            message,
+        )
+    refused(
+        inspect_heads.main,
+        ["--model", "nowhere"],
+        capsys,
+        "--out is needed, as --model nowhere is no folder here",
+    )
     monkeypatch.setattr(inspect_heads, "LARGEST_PAGE", 1000)
     argv = ["--model", models / "gpt2", "--text", "a", "--out", tmp_path / "out"]
     refused(inspect_heads.main, argv, capsys, "choose fewer --layers or --max_tokens")

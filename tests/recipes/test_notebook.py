@@ -1,5 +1,5 @@
-"""Each notebook runs from top to bottom, its own checks hold, what it shows in the repository is what it prints, and its
-translation differs only in the text between the cells."""
+"""Each notebook runs from top to bottom, its own checks hold, what it shows in the repository is
+what it prints, and its translation differs only in the text between the cells."""
 
 import re
 from pathlib import Path
@@ -34,27 +34,47 @@ def printed(notebook, stream: str = "stdout") -> dict[str, str]:
         ("quickstart", 7, 1, True, {"cell-09": "[A cidade de São Paulo]", "cell-11": "…"}),
     ],
 )
-def test_notebook_runs_and_prints_what_it_shows(name, prints, pictures, beside, writes, tmp_path, monkeypatch):
-    """The first needs no file of the repository, the second what is beside it, where Jupyter starts it."""
+def test_notebook_runs_and_prints_what_it_shows(
+    name, prints, pictures, beside, writes, tmp_path, monkeypatch
+):
+    """The first needs no file of the repository, the second what is beside it, where Jupyter starts
+    it."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))  # neither the Hub nor what somebody kept of it
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     stored, fresh = read(name), read(name)
     resources = {"metadata": {"path": str(RECIPES if beside else tmp_path)}}
-    NotebookClient(fresh, timeout=300, kernel_name="python3", resources=resources, coalesce_streams=True).execute()
+    NotebookClient(
+        fresh, timeout=300, kernel_name="python3", resources=resources, coalesce_streams=True
+    ).execute()
     shown, now = printed(stored), printed(fresh)
     assert len(shown) == prints and now.keys() == shown.keys()
     # What a model writes that was trained here is not the same on every machine
-    assert {cell: text for cell, text in now.items() if cell not in writes and text != shown[cell]} == {}
-    assert all(now[cell].startswith(text) and len(now[cell]) > len(text) + 40 for cell, text in writes.items())
-    assert sum("image/png" in o.get("data", {}) for cell in fresh.cells for o in cell.get("outputs", [])) == pictures
+    assert {
+        cell: text for cell, text in now.items() if cell not in writes and text != shown[cell]
+    } == {}
+    assert all(
+        now[cell].startswith(text) and len(now[cell]) > len(text) + 40
+        for cell, text in writes.items()
+    )
+    assert (
+        sum(
+            "image/png" in o.get("data", {})
+            for cell in fresh.cells
+            for o in cell.get("outputs", [])
+        )
+        == pictures
+    )
     # What else libraries say, such as an installed torchao of its kernels, is of the environment
     assert not printed(stored, "stderr")
-    assert not re.findall(r".*(?:Warning|\[transformers\]).*", "".join(printed(fresh, "stderr").values()))
+    assert not re.findall(
+        r".*(?:Warning|\[transformers\]).*", "".join(printed(fresh, "stderr").values())
+    )
 
 
 @pytest.mark.parametrize(("name", "translation"), TRANSLATIONS.items())
 def test_a_translation_has_the_same_cells_and_outputs(name, translation):
-    """Only one of the two is executed; a changed cell is copied into the other with what it shows."""
+    """Only one of the two is executed; a changed cell is copied into the other with what it
+    shows."""
     original, translated = read(name).cells, read(translation).cells
     for one, other in zip(original, translated, strict=True):
         assert one.cell_type == other.cell_type and one.id == other.id
@@ -65,4 +85,6 @@ def test_a_translation_has_the_same_cells_and_outputs(name, translation):
             # The same sections, formulas and code
             for kind in (r"^#+", r"\$\$.*?\$\$", r"`hf_infini[^`]*`|`[a-z_]+=[^`]*`"):
                 flags = re.MULTILINE | re.DOTALL
-                assert re.findall(kind, one.source, flags) == re.findall(kind, other.source, flags), one.id
+                assert re.findall(kind, one.source, flags) == re.findall(
+                    kind, other.source, flags
+                ), one.id

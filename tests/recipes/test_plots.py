@@ -18,12 +18,19 @@ def texts(figure) -> list[str]:
     from matplotlib.text import Text
 
     figure.draw_without_rendering()
-    return [text.get_text() for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
+    return [
+        text.get_text() for text in figure.findobj(Text) if text.get_visible() and text.get_text()
+    ]
 
 
 def test_losses_over_millions_of_tokens(drawn):
-    lines = [{"tokens": 400_000 * step, "train_loss": 9 - step / 5, "learning_rate": 0.1} for step in range(1, 21)]
+    lines = [
+        {"tokens": 400_000 * step, "train_loss": 9 - step / 5, "learning_rate": 0.1}
+        for step in range(1, 21)
+    ]
     run.plot_loss_curve([*lines, {"tokens": 8_000_000, "eval_loss": 5.25}], "file")
     found = texts(drawn[0])
-    assert {"Loss during the training", "tokens trained on", "8 M", "training", "validation"} <= {*found}
+    assert {"Loss during the training", "tokens trained on", "8 M", "training", "validation"} <= {
+        *found
+    }
     assert "validation at the end: 5.2500 nats per token" in found

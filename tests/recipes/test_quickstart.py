@@ -20,6 +20,10 @@ def test_a_hub_that_does_not_answer_takes_one_line(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, env=environment, check=True)
-    generated = "Preparing built-in generated biographies (no --corpus, and nothing came from the Hub)"
+    done = subprocess.run(
+        ["bash", "-c", lines], capture_output=True, text=True, env=environment, check=True
+    )
+    generated = (
+        "Preparing built-in generated biographies (no --corpus, and nothing came from the Hub)"
+    )
     assert done.stdout.strip() == "biographies" and done.stderr.splitlines() == [generated]

@@ -1,1 +1,2 @@
-"""The from-scratch model: causal attention with the classic scores and positions, without attention, or with a memory."""
+"""The from-scratch model: causal attention with the classic scores and positions, without
+attention, or with a memory."""

@@ -1,4 +1,5 @@
-"""Causal multi-head attention written out: projections, scores, softmax, heads, and the projection that joins them."""
+"""Causal multi-head attention written out: projections, scores, softmax, heads, and the projection
+that joins them."""
 
 from typing import Any, NamedTuple
 
@@ -12,27 +13,44 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from ...layers.memory_layer import MemoryLayerMixin, SharedInputs
 from ...ops.layout.build import segment_layout
 from ...ops.positions import alibi_bias, relative_key_bias, rotate, rotation
-from ...ops.scores import additive_scores, as_dot_product, dot_scores, general_scores, scaled_dot_scores, visible_softmax
+from ...ops.scores import (
+    additive_scores,
+    as_dot_product,
+    dot_scores,
+    general_scores,
+    scaled_dot_scores,
+    visible_softmax,
+)
 from ...ops.window import ScoreOptions
 from ...options import key_heads
 from .configuration import ATTENTION_OPTIONS, CausalMHAConfig
 from .options import IN_EMBEDDING, RELATIVE
 
-SCORES = {"scaled_dot": scaled_dot_scores, "dot": dot_scores, "general": general_scores, "additive": additive_scores}
+SCORES = {
+    "scaled_dot": scaled_dot_scores,
+    "dot": dot_scores,
+    "general": general_scores,
+    "additive": additive_scores,
+}
 
 
 class HeadParts(NamedTuple):
     """What the heads of one layer did, `Q` queries looking at `K` keys."""
 
-    scores: Tensor  # [batch, heads, Q, K], position biases included, −inf where a key is not visible
-    weights: Tensor  # [batch, heads, Q, K], the softmax of the scores: rows sum to 1, or are 0 where no key is visible
+    # [batch, heads, Q, K], position biases included, −inf where a key is not visible
+    scores: Tensor
+    # [batch, heads, Q, K], the softmax of the scores: rows sum to 1, or are 0 where no key is
+    # visible
+    weights: Tensor
     heads: Tensor  # [batch, heads, Q, value_dim], weights · values
 
 
 class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
-    """`concat(head_1, …, head_H) W_O`, with `head_h = softmax(score(Q_h, K_h) + causal mask) V_h` (Vaswani et al. 2017).
+    """`concat(head_1, …, head_H) W_O`, with `head_h = softmax(score(Q_h, K_h) + causal mask) V_h`
+    (Vaswani et al. 2017).
 
-    Head `h` owns the columns `h · width … (h + 1) · width − 1` of what `W_query`, `W_key` and `W_value` give.
+    Head `h` owns the columns `h · width … (h + 1) · width − 1` of what `W_query`, `W_key` and
+    `W_value` give.
 
     Args:
         d_in: width of the input; d_out: of the output, all heads together.
@@ -41,11 +59,13 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         qkv_bias: whether `W_query`, `W_key` and `W_value` have a bias.
         layer_idx: which layer of a model it is; needed with a cache only.
         config: of a model.
-        options: outside of a model, those of [`CausalMHAConfig`], such as `score="additive"`, `attention="local",
-            sliding_window=16` or `position_encoding="rope"`. Without any: global, scaled dot product, no positions.
+        options: outside of a model, those of [`CausalMHAConfig`], such as `score="additive"`,
+            `attention="local", sliding_window=16` or `position_encoding="rope"`. Without any:
+            global, scaled dot product, no positions.
 
     Raises:
-        ValueError: `num_heads` does not divide `d_out`; an option that is unknown or does nothing here.
+        ValueError: `num_heads` does not divide `d_out`; an option that is unknown or does nothing
+            here.
     """
 
     def __init__(
@@ -62,14 +82,23 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
     ):
         super().__init__()
         if num_heads < 1 or d_out % num_heads:
-            raise ValueError(f"num_heads must divide d_out, the width of all heads together; got {d_out} / {num_heads}.")
+            raise ValueError(
+                "num_heads must divide d_out, the width of all heads together; got "
+                f"{d_out} / {num_heads}."
+            )
         if unknown := sorted({*options} - {*ATTENTION_OPTIONS}):
-            raise ValueError(f"unknown options {', '.join(unknown)}; an attention takes {', '.join(ATTENTION_OPTIONS)}.")
+            raise ValueError(
+                f"unknown options {', '.join(unknown)}; an attention takes "
+                f"{', '.join(ATTENTION_OPTIONS)}."
+            )
         if config is None:
             given: dict[str, Any] = {"position_encoding": "none", **options}
             config = CausalMHAConfig(n_embd=d_out, n_head=num_heads, **given)
             if config.attention == "none" or config.position_encoding in IN_EMBEDDING:
-                raise ValueError("attention='none' and 'learned' or 'sinusoidal' positions are a model's: choose others.")
+                raise ValueError(
+                    "attention='none' and 'learned' or 'sinusoidal' positions are a "
+                    "model's: choose others."
+                )
         self.config = self.options = config
         self.layer_idx = layer_idx
         self.num_heads, self.head_dim, value_dim = key_heads(config)
@@ -82,7 +111,9 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         if config.score == "general":
             self.score_weight = nn.Parameter(torch.empty(num_heads, self.head_dim, self.head_dim))
         elif config.score == "additive":
-            self.score_weight = nn.Parameter(torch.empty(num_heads, self.head_dim, 2 * self.head_dim))
+            self.score_weight = nn.Parameter(
+                torch.empty(num_heads, self.head_dim, 2 * self.head_dim)
+            )
             self.score_vector = nn.Parameter(torch.empty(num_heads, self.head_dim))
         if config.position_encoding == "relative_key":
             self.relative_table = nn.Parameter(torch.empty(config.max_distance + 1, self.head_dim))
@@ -94,10 +125,14 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
 
     @torch.no_grad()
     def init_head_parameters(self) -> None:
-        """First values of everything but the four projections: `"general"` starts as the scaled dot product, W = I / √d;
-        `"additive"` with variances that keep those of its input; tables of positions small."""
+        """First values of everything but the four projections: `"general"` starts as the scaled dot
+        product, W = I / √d; `"additive"` with variances that keep those of its input; tables of
+        positions small."""
         if self.config.score == "general":
-            init.copy_(self.score_weight, torch.eye(self.head_dim).expand_as(self.score_weight) / self.head_dim**0.5)
+            init.copy_(
+                self.score_weight,
+                torch.eye(self.head_dim).expand_as(self.score_weight) / self.head_dim**0.5,
+            )
         elif self.config.score == "additive":
             for parameter in (self.score_weight, self.score_vector):
                 init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
@@ -120,27 +155,39 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         """
         Args:
             hidden_states: `[batch, tokens, d_in]`. Outside of a model, this is all it needs.
-            mask: `[batch or 1, 1, tokens, keys]` bool, True where a key is visible; `None`: what causality leaves. Not for
-                `attention="infini"`, whose layout says what is visible.
-            position_ids: `[batch or 1, tokens]`, for rope; `None`: the tokens are counted, from those of the cache on. With
-                `attention="infini"` they say where documents begin, and rope counts the tokens.
+            mask: `[batch or 1, 1, tokens, keys]` bool, True where a key is visible; `None`: what
+                causality leaves. Not for `attention="infini"`, whose layout says what is visible.
+            position_ids: `[batch or 1, tokens]`, for rope; `None`: the tokens are counted, from
+                those of the cache on. With `attention="infini"` they say where documents begin, and
+                rope counts the tokens.
             infini: with `attention="infini"`, what a model made for all layers.
             cache: to continue, or `None`.
             output_attentions: also return the weights, which goes through the written-out softmax.
 
         Returns:
-            The output `[batch, tokens, d_out]`; with `output_attentions` also the weights `[batch, heads, tokens, keys]`
-            (for `attention="infini"` those of the local window, `[…, config.places]`).
+            The output `[batch, tokens, d_out]`; with `output_attentions` also the weights `[batch,
+            heads, tokens, keys]` (for `attention="infini"` those of the local window, `[…,
+            config.places]`).
         """
         if self.config.attention == "infini":
             if infini is None and cache is not None:
-                raise ValueError("a cache is for the layers of a model; call infini_attention() with a state.")
-            shared = infini or self.inputs_outside_model(hidden_states, position_ids, output_attentions)
+                raise ValueError(
+                    "a cache is for the layers of a model; call infini_attention() with a state."
+                )
+            shared = infini or self.inputs_outside_model(
+                hidden_states, position_ids, output_attentions
+            )
             inputs, attend = self.begin(hidden_states, shared)
             query, key, value = self.project(inputs)
             heads, weights = attend(query, key, value, self.score_options(shared))
-        elif output_attentions or self.config.score == "additive" or self.config._attn_implementation == "eager":
-            _, weights, heads = self.parts(hidden_states, mask=mask, position_ids=position_ids, cache=cache)
+        elif (
+            output_attentions
+            or self.config.score == "additive"
+            or self.config._attn_implementation == "eager"
+        ):
+            _, weights, heads = self.parts(
+                hidden_states, mask=mask, position_ids=position_ids, cache=cache
+            )
         else:
             heads, weights = self._fused(hidden_states, mask, position_ids, cache), None
         output = self.out_proj(heads.transpose(1, 2).flatten(2))
@@ -154,32 +201,51 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
     ) -> HeadParts:
-        """Scores, weights and context vectors of global or local attention, step by step; arguments as of `forward`. A
-        relative key is added to the key, whatever the score; ALiBi's and T5's biases are added to the score."""
+        """Scores, weights and context vectors of global or local attention, step by step; arguments
+        as of `forward`. A relative key is added to the key, whatever the score; ALiBi's and T5's
+        biases are added to the score."""
         query, key, value = self._with_cached(hidden_states, position_ids, cache)
         mask, distance = self._visible(query, key, mask)
-        learned: list[Any] = [getattr(self, name) for name in ("score_weight", "score_vector") if hasattr(self, name)]
+        learned: list[Any] = [
+            getattr(self, name) for name in ("score_weight", "score_vector") if hasattr(self, name)
+        ]
         if self.config.score == "additive" and self.config.position_encoding == "relative_key":
             learned.append(self.relative_table[distance.clamp(0, self.config.max_distance)])
         scores = SCORES[self.config.score](query, key, *learned)
         bias = self._bias(query, distance)
-        scores, weights = visible_softmax(scores if bias is None else scores + bias.to(scores.dtype), mask)
+        scores, weights = visible_softmax(
+            scores if bias is None else scores + bias.to(scores.dtype), mask
+        )
         return HeadParts(scores, weights, self.dropout(weights) @ value)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of `[batch, tokens, d_in]`, `[batch, heads, tokens, width]` each."""
-        projections = (self.W_query(hidden_states), self.W_key(hidden_states), self.W_value(hidden_states))
-        return tuple(part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in projections)
+        """Queries, keys and values of `[batch, tokens, d_in]`, `[batch, heads, tokens, width]`
+        each."""
+        projections = (
+            self.W_query(hidden_states),
+            self.W_key(hidden_states),
+            self.W_value(hidden_states),
+        )
+        return tuple(
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in projections
+        )
 
-    def inputs_outside_model(self, hidden_states: Tensor, position_ids=None, return_weights: bool = False) -> SharedInputs:
+    def inputs_outside_model(
+        self, hidden_states: Tensor, position_ids=None, return_weights: bool = False
+    ) -> SharedInputs:
         """What a model would have made for this layer; arguments as of `forward`."""
         batch, tokens = hidden_states.shape[:2]
-        layout = segment_layout(batch, tokens, *self.window, position_ids=position_ids, device=hidden_states.device)
+        layout = segment_layout(
+            batch, tokens, *self.window, position_ids=position_ids, device=hidden_states.device
+        )
         return_weights |= self.config._attn_implementation == "eager"
-        return SharedInputs({self.window: layout}, None, self.window_tables(hidden_states), return_weights)
+        return SharedInputs(
+            {self.window: layout}, None, self.window_tables(hidden_states), return_weights
+        )
 
     def window_tables(self, like: Tensor) -> dict[str | None, tuple[Tensor, ...]]:
-        """The rotary tables of a window's places, with the dtype and device of `like`; empty without rotary positions."""
+        """The rotary tables of a window's places, with the dtype and device of `like`; empty
+        without rotary positions."""
         if self.config.position_encoding != "rope":
             return {}
         numbers = torch.arange(self.config.places, device=like.device)
@@ -188,7 +254,12 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
     def score_options(self, infini: SharedInputs) -> ScoreOptions:
         """How the windows of `attention="infini"` are computed."""
         scaling = self.head_dim**-0.5 if self.config.score == "scaled_dot" else 1.0
-        return ScoreOptions(scaling, self.dropout.p * self.training, infini.return_weights, rotary=infini.rotary.get(None))
+        return ScoreOptions(
+            scaling,
+            self.dropout.p * self.training,
+            infini.return_weights,
+            rotary=infini.rotary.get(None),
+        )
 
     def _with_cached(self, hidden_states, position_ids, cache) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the new tokens; keys and values of these and of the cached ones."""
@@ -196,18 +267,22 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         if self.config.position_encoding == "rope":
             if position_ids is None:
                 past = 0 if cache is None else cache.get_seq_length(self.layer_idx)
-                position_ids = torch.arange(past, past + query.shape[2], device=query.device).unsqueeze(0)
+                position_ids = torch.arange(
+                    past, past + query.shape[2], device=query.device
+                ).unsqueeze(0)
             turns = rotation(position_ids, self.head_dim, query.dtype, self.config.rope_theta)
             query, key = rotate(query, *turns), rotate(key, *turns)
         if cache is not None:
-            # As many keys as the mask has: with a window of one token, caches keep all keys although they report none
+            # As many keys as the mask has: with a window of one token, caches keep all keys
+            # although they report none
             keys, _ = cache.get_mask_sizes(query.shape[2], self.layer_idx)
             cached = cache.update(key, value, self.layer_idx)
             key, value = (tensor[:, :, -keys:] for tensor in cached)
         return query, key, value
 
     def _fused(self, hidden_states, mask, position_ids, cache) -> Tensor:
-        """The context vectors of [`parts`] without its scores and weights, through torch's fused attention."""
+        """The context vectors of [`parts`] without its scores and weights, through torch's fused
+        attention."""
         query, key, value = self._with_cached(hidden_states, position_ids, cache)
         plain = self.config.attention == "global" and self.config.position_encoding not in RELATIVE
         causal = mask is None and plain and query.shape[2] == key.shape[2]
@@ -215,13 +290,18 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             mask, distance = self._visible(query, key, mask)
             bias = self._bias(query, distance)
             mask = mask if bias is None else bias.to(query.dtype).masked_fill(~mask, float("-inf"))
-        query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
+        query, scaling = as_dot_product(
+            self.config.score, query, getattr(self, "score_weight", None)
+        )
         dropout = self.dropout.p if self.training else 0.0
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal, scale=scaling)
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, dropout, is_causal=causal, scale=scaling
+        )
 
     def _visible(self, query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
-        """Which keys are visible, by default what causality and a local window leave; and how far they are, `[tokens,
-        keys]`, the tokens being the last keys; `None`: no score depends on it."""
+        """Which keys are visible, by default what causality and a local window leave; and how far
+        they are, `[tokens, keys]`, the tokens being the last keys; `None`: no score depends on
+        it."""
         if mask is not None and self.config.position_encoding not in RELATIVE:
             return mask, None
         keys = torch.arange(key.shape[2], device=key.device)
@@ -237,9 +317,12 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             return alibi_bias(distance, self.num_heads)
         if self.config.position_encoding == "t5":
             sizes = self.config.num_buckets, self.config.max_distance
-            buckets = T5Attention._relative_position_bucket(-distance, False, *sizes)  # not of later tokens
+            # not of later tokens
+            buckets = T5Attention._relative_position_bucket(-distance, False, *sizes)
             return self.relative_bias[buckets].permute(2, 0, 1)
         if self.config.position_encoding == "relative_key" and self.config.score != "additive":
-            query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
+            query, scaling = as_dot_product(
+                self.config.score, query, getattr(self, "score_weight", None)
+            )
             return relative_key_bias(query, self.relative_table, distance) * scaling
         return None

@@ -1,4 +1,5 @@
-"""A causal language model from scratch: pre-norm decoder blocks around [`CausalMultiHeadAttention`]."""
+"""A causal language model from scratch: pre-norm decoder blocks around
+[`CausalMultiHeadAttention`]."""
 
 import math
 from typing import Any
@@ -25,7 +26,8 @@ from .configuration import CausalMHAConfig
 
 
 class CausalMHABlock(GradientCheckpointingLayer):
-    """`Y = X + MHA(LN(X))`, `Z = Y + FFN(LN(Y))` with GPT-J's FFN; with `attention="none"` only the second half."""
+    """`Y = X + MHA(LN(X))`, `Z = Y + FFN(LN(Y))` with GPT-J's FFN; with `attention="none"` only the
+    second half."""
 
     def __init__(self, config: CausalMHAConfig, layer_idx: int):
         super().__init__()
@@ -40,14 +42,25 @@ class CausalMHABlock(GradientCheckpointingLayer):
 
     @takes_either_name
     def forward(
-        self, hidden_states: Tensor, output_attentions: bool = False, *, cache: Cache | None = None, **visible
+        self,
+        hidden_states: Tensor,
+        output_attentions: bool = False,
+        *,
+        cache: Cache | None = None,
+        **visible,
     ) -> Tensor:
         """`[batch, tokens, n_embd]` to the same; `visible`: the attention's arguments by name."""
         if hasattr(self, "attn"):
-            output = self.attn(self.ln_1(hidden_states), cache=cache, output_attentions=output_attentions, **visible)
+            output = self.attn(
+                self.ln_1(hidden_states),
+                cache=cache,
+                output_attentions=output_attentions,
+                **visible,
+            )
             hidden_states = hidden_states + self.dropout(output[0] if output_attentions else output)
         elif cache is not None:
-            # A key of one number for each token: caches tell how many tokens they have seen by counting keys
+            # A key of one number for each token: caches tell how many tokens they have seen by
+            # counting keys
             marks = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
             cache.update(marks, marks, self.layer_idx)
         return hidden_states + self.mlp(self.ln_2(hidden_states))
@@ -68,21 +81,30 @@ class CausalMHAPreTrainedModel(SavedModelMixin, PreTrainedModel):
 
     def __init__(self, config: CausalMHAConfig):
         super().__init__(config)
-        self._is_stateful = bool(config.infini_layers)  # a memory cannot be cropped, so assisted decoding is refused
+        # a memory cannot be cropped, so assisted decoding is refused
+        self._is_stateful = bool(config.infini_layers)
 
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
-        # What ends a residual branch is smaller: the hidden state adds up 2 · n_layer of them (GPT-2)
-        last = getattr(module, {CausalMultiHeadAttention: "out_proj", GPTJMLP: "fc_out"}.get(type(module), ""), None)
+        # What ends a residual branch is smaller: the hidden state adds up 2 · n_layer of them
+        # (GPT-2)
+        last = getattr(
+            module,
+            {CausalMultiHeadAttention: "out_proj", GPTJMLP: "fc_out"}.get(type(module), ""),
+            None,
+        )
         if last is not None:
-            init.normal_(last.weight, 0.0, self.config.initializer_range / math.sqrt(2 * self.config.n_layer))
+            init.normal_(
+                last.weight, 0.0, self.config.initializer_range / math.sqrt(2 * self.config.n_layer)
+            )
         if isinstance(module, CausalMultiHeadAttention):
             module.init_head_parameters()
 
 
 class CausalMHAModel(CausalMHAPreTrainedModel):
-    """Embeddings, decoder blocks and a last norm; see [`CausalMHAConfig`] for what its heads can be."""
+    """Embeddings, decoder blocks and a last norm; see [`CausalMHAConfig`] for what its heads can
+    be."""
 
     def __init__(self, config: CausalMHAConfig):
         super().__init__(config)
@@ -90,7 +112,9 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         if config.position_encoding == "learned":
             self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
-        self.h = nn.ModuleList(CausalMHABlock(config, layer_idx) for layer_idx in range(config.n_layer))
+        self.h = nn.ModuleList(
+            CausalMHABlock(config, layer_idx) for layer_idx in range(config.n_layer)
+        )
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.post_init()
 
@@ -110,54 +134,83 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """
         Args:
-            input_ids, inputs_embeds, cache, use_cache: as of [`InfiniModelMixin`]; without a memory with a `DynamicCache`.
+            input_ids, inputs_embeds, cache, use_cache: as of [`InfiniModelMixin`]; without a memory
+                with a `DynamicCache`.
             attention_mask: `[batch, past + tokens]`, 1 = real, 0 = padding.
-            position_ids: `[batch, tokens]`; without them a row's real tokens are counted. Without mask and cache, positions
-                that go back begin a new document that sees nothing of the one before (packing).
+            position_ids: `[batch, tokens]`; without them a row's real tokens are counted. Without
+                mask and cache, positions that go back begin a new document that sees nothing of the
+                one before (packing).
             memory_mask: as of [`InfiniModelMixin`], with `attention="infini"` only.
 
         Raises:
-            ValueError: a position beyond `n_positions` with learned positions; with a memory, a cache or mask of another
-                kind; a memory_mask for a model without memory.
+            ValueError: a position beyond `n_positions` with learned positions; with a memory, a
+                cache or mask of another kind; a memory_mask for a model without memory.
         """
         given = tokens_of(input_ids, inputs_embeds)
-        output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
+        output_attentions = (
+            self.config.output_attentions if output_attentions is None else output_attentions
+        )
         embeddings = self.wte(given) if inputs_embeds is None else given
         infini, counted = None, position_ids is None and cache is None
         if self.config.attention == "infini":
-            masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
+            masks = {
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                "memory_mask": memory_mask,
+            }
             first: Any = self.h[0]
-            call = embeddings, first.attn.window_tables(embeddings), cache, use_cache, output_attentions
+            call = (
+                embeddings,
+                first.attn.window_tables(embeddings),
+                cache,
+                use_cache,
+                output_attentions,
+            )
             infini, cache, use_cache = begin_call(self, input_ids, *call, **masks)
             visible: dict[str, Any] = {"infini": infini}
             if position_ids is None:
                 position_ids = counted_positions(infini.layouts[self.config.window], cache)
         else:
             if memory_mask is not None:
-                raise ValueError("memory_mask says what is written into a memory, and this model has none: leave it out.")
+                raise ValueError(
+                    "memory_mask says what is written into a memory, and this model "
+                    "has none: leave it out."
+                )
             if use_cache is None:
                 use_cache = self.config.use_cache and not self.training
             past = 0 if cache is None else cache.get_seq_length()
             mask = self._mask(embeddings, attention_mask, position_ids, cache, past)
             cache = DynamicCache(config=self.config) if cache is None and use_cache else cache
-            visible = {"mask": mask, CACHE: cache}  # by name, as checkpoints of gradients take it away
+            # by name, as checkpoints of gradients take it away
+            visible = {"mask": mask, CACHE: cache}
             if position_ids is None and attention_mask is not None and attention_mask.dim() == 2:
                 # How many real tokens of its row came before each
-                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -embeddings.shape[1] :]
+                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[
+                    :, -embeddings.shape[1] :
+                ]
             elif position_ids is None:
-                position_ids = torch.arange(past, past + embeddings.shape[1], device=embeddings.device).unsqueeze(0)
+                position_ids = torch.arange(
+                    past, past + embeddings.shape[1], device=embeddings.device
+                ).unsqueeze(0)
         hidden_states = self.drop(self._with_positions(embeddings, position_ids, counted))
         for block in self.h:
-            hidden_states = block(hidden_states, output_attentions, position_ids=position_ids, **visible)
+            hidden_states = block(
+                hidden_states, output_attentions, position_ids=position_ids, **visible
+            )
         if infini is not None and infini.cache is not None and isinstance(cache, InfiniCache):
             cache.advance(infini.cache, input_ids, embeddings.shape[1])
-        output: dict[str, Any] = {"last_hidden_state": self.ln_f(hidden_states), CACHE: cache if use_cache else None}
+        output: dict[str, Any] = {
+            "last_hidden_state": self.ln_f(hidden_states),
+            CACHE: cache if use_cache else None,
+        }
         return BaseModelOutputWithPast(**output)
 
     def _with_positions(self, embeddings: Tensor, position_ids: Tensor, counted: bool) -> Tensor:
-        """The token embeddings and what their positions add to them; `counted`: as of [`check_positions`]."""
+        """The token embeddings and what their positions add to them; `counted`: as of
+        [`check_positions`]."""
         if self.config.position_encoding == "sinusoidal":
-            # Times √n_embd, as in the paper (section 3.4): sines of size 1 would drown embeddings that start near 0
+            # Times √n_embd, as in the paper (section 3.4): sines of size 1 would drown embeddings
+            # that start near 0
             encoding = sinusoidal_encoding(position_ids, self.config.n_embd)
             return embeddings * self.config.n_embd**0.5 + encoding.to(embeddings.dtype)
         if self.config.position_encoding != "learned":
@@ -165,17 +218,31 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         check_positions(position_ids, self.config.n_positions, "train a model", counted)
         return embeddings + self.wpe(position_ids)
 
-    def _mask(self, embeddings, attention_mask: Tensor | None, position_ids: Tensor | None, cache, past) -> Tensor | None:
+    def _mask(
+        self, embeddings, attention_mask: Tensor | None, position_ids: Tensor | None, cache, past
+    ) -> Tensor | None:
         """Which keys the tokens of this call see: [`CausalMultiHeadAttention`]'s mask."""
         columns = past + embeddings.shape[1]
-        if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape[1] != columns:
-            raise ValueError(f"attention_mask must be [batch, {columns}], past + tokens; got {list(attention_mask.shape)}.")
+        if (
+            attention_mask is not None
+            and attention_mask.dim() == 2
+            and attention_mask.shape[1] != columns
+        ):
+            raise ValueError(
+                f"attention_mask must be [batch, {columns}], past + tokens; got "
+                f"{list(attention_mask.shape)}."
+            )
         if self.config.attention == "none":
             return None
-        make_mask = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask
+        make_mask = (
+            create_causal_mask
+            if self.config.sliding_window is None
+            else create_sliding_window_causal_mask
+        )
         # Without a cache, the mask function finds packed documents by their positions
         mask: Any = make_mask(self.config, embeddings, attention_mask, cache, position_ids)
-        return mask if mask is None or mask.dtype == torch.bool else mask == 0  # the eager form is added to the scores
+        # the eager form is added to the scores
+        return mask if mask is None or mask.dtype == torch.bool else mask == 0
 
 
 class CausalMHAForCausalLM(MemoryGenerationMixin, CausalMHAPreTrainedModel, GenerationMixin):

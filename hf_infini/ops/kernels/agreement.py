@@ -1,7 +1,9 @@
-"""Whether the kernels do on this device what plain torch does, for nobody has tried every GPU with every compiler.
+"""Whether the kernels do on this device what plain torch does, for nobody has tried every GPU with
+every compiler.
 
-Before the first call of each kind a small one goes both ways, from random numbers, with the call's sizes, options and dtype
-and enough segments that tokens are kept and evicted. Output, memory and, if the call learns, gradients are compared.
+Before the first call of each kind a small one goes both ways, from random numbers, with the call's
+sizes, options and dtype and enough segments that tokens are kept and evicted. Output, memory and,
+if the call learns, gradients are compared.
 """
 
 import warnings
@@ -17,48 +19,96 @@ from ..layout.build import segment_layout
 from ..state import AttentionCall, InfiniState, Projections
 from .attend import run
 
-# Of the largest number: rounding to the dtype (plain torch in bfloat16: up to 0.035), in float32 perhaps to TF32
+# Of the largest number: rounding to the dtype (plain torch in bfloat16: up to 0.035), in float32
+# perhaps to TF32
 TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.02, torch.float32: 0.002}
 _found: dict[Any, str | None] = {}
 
 
 def disagreement(call: AttentionCall) -> str | None:
-    """Why the kernels are not used for calls of this kind; `None`: they are right. A warning says it, too."""
+    """Why the kernels are not used for calls of this kind; `None`: they are right. A warning says
+    it, too."""
     (query, key, value, log_weight, _), layout, softmax = call.tokens, call.layout, call.softmax
     device, turn, tables, said = query.device, softmax.turn, softmax.rotary, None
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else query.dtype
+    dtype = (
+        torch.get_autocast_dtype(device.type)
+        if torch.is_autocast_enabled(device.type)
+        else query.dtype
+    )
     parts = [part for part in (*call.tokens[:4], call.gate, call.state.memory) if part is not None]
     learns = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
-    sizes = query.shape[1::2], key.shape[1], value.shape[3], layout.window_sizes[:3], min(layout.ahead, 64)
-    form = learns, call.return_state, layout.begun, layout.most_kept > 0, layout.source is None, layout.skipped is None
-    way = tables and (getattr(turn, "__func__", turn), type(getattr(turn, "__self__", None)), tables[0].dtype)  # a layer's
-    kind = device, dtype, call.gate.dtype, call.rule.feature_map, log_weight is None, sizes, form, way
+    sizes = (
+        query.shape[1::2],
+        key.shape[1],
+        value.shape[3],
+        layout.window_sizes[:3],
+        min(layout.ahead, 64),
+    )
+    form = (
+        learns,
+        call.return_state,
+        layout.begun,
+        layout.most_kept > 0,
+        layout.source is None,
+        layout.skipped is None,
+    )
+    # a layer's
+    way = tables and (
+        getattr(turn, "__func__", turn),
+        type(getattr(turn, "__self__", None)),
+        tables[0].dtype,
+    )
+    kind = (
+        device,
+        dtype,
+        call.gate.dtype,
+        call.rule.feature_map,
+        log_weight is None,
+        sizes,
+        form,
+        way,
+    )
     if kind in _found:
         return _found[kind]
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return "not compared with plain torch yet: make one such call before a CUDA graph is captured"
+        return (
+            "not compared with plain torch yet: make one such call before a CUDA graph is captured"
+        )
     # Without the modes of the call that asks, and what a checkpoint does with saved tensors
-    with torch.inference_mode(False), torch.set_grad_enabled(learns), torch.autocast(device.type, enabled=False):
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(learns),
+        torch.autocast(device.type, enabled=False),
+    ):
         try:
             with saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
                 difference = torch.tensor(_differences(call, dtype, learns)).max()  # NaN, if one is
             if not difference <= TOLERANCE[dtype]:
-                said = f"the kernels differ from plain torch by {difference:.2g} of the largest number"
+                said = (
+                    f"the kernels differ from plain torch by {difference:.2g} of the largest number"
+                )
         except Exception as error:  # of the compiler, or on a chip with less memory
-            said = f"the kernels could not be compared: {type(error).__name__}: {' '.join(str(error).split()):.200}"
+            said = (
+                f"the kernels could not be compared: {type(error).__name__}: "
+                f"{' '.join(str(error).split()):.200}"
+            )
     if said is None or "OutOfMemoryError" not in said:  # there may be more another time
         _found[kind] = said
     if said is not None:
-        warnings.warn(f"hf_infini computes such calls by plain torch on {device}: {said}", stacklevel=2)
+        warnings.warn(
+            f"hf_infini computes such calls by plain torch on {device}: {said}", stacklevel=2
+        )
     return said
 
 
 def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[float]:
-    """How far what the kernels find is from plain torch's in float32, of the largest number of each tensor."""
+    """How far what the kernels find is from plain torch's in float32, of the largest number of each
+    tensor."""
     (query, key, value, log_weight, _), layout, softmax = call.tokens, call.layout, call.softmax
     (length, local, sinks, kept), device = layout.window_sizes, query.device
     draw, most = torch.Generator(device).manual_seed(0), (local + 1) * length
-    begin, kept = (most + length + sinks + 3 if layout.begun else 0), min(kept, 64)  # how many are kept is not compiled in
+    # how many are kept is not compiled in
+    begin, kept = (most + length + sinks + 3 if layout.begun else 0), min(kept, 64)
     tokens, window = begin + most + 3 * length + sinks + 2 * kept + 3, (length, local, sinks, kept)
     if kept and not layout.most_kept:  # nothing has left the window
         begin = max(1, most // 2) if layout.begun else 0
@@ -68,12 +118,21 @@ def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[
         return torch.randn(1, *shape, generator=draw, device=device)
 
     leaves = [drawn(part.shape[1], tokens, part.shape[3]).to(dtype) for part in (query, key, value)]
-    gate, owed = drawn(query.shape[1])[0].to(call.gate.dtype), drawn(query.shape[1], tokens - begin, value.shape[3])
+    gate, owed = (
+        drawn(query.shape[1])[0].to(call.gate.dtype),
+        drawn(query.shape[1], tokens - begin, value.shape[3]),
+    )
     leaves += [] if log_weight is None else [drawn(key.shape[1], tokens, 1).to(dtype)]
-    score, columns = drawn(key.shape[1], tokens) if kept else None, torch.arange(tokens, device=device)[None]
+    score, columns = (
+        drawn(key.shape[1], tokens) if kept else None,
+        torch.arange(tokens, device=device)[None],
+    )
     masks: dict[str, Any] = {} if layout.skipped is None else {"memory_mask": columns % 7 > 0}
     if layout.source is not None:  # padding, and a second document soon after it
-        masks |= {"attention_mask": columns != begin + 1, "position_ids": columns - (columns > begin + 2) * (begin + 3)}
+        masks |= {
+            "attention_mask": columns != begin + 1,
+            "position_ids": columns - (columns > begin + 2) * (begin + 3),
+        }
     rule = replace(call.rule, keep_score="learned" if kept else call.rule.keep_score)
 
     def attended(way: Any, kind: torch.dtype, cut: slice, state: Any) -> tuple[list[Tensor], Any]:
@@ -83,22 +142,46 @@ def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[
         inputs = [part.requires_grad_(learns) for part in parts]
         with torch.no_grad():  # as of a call that reads how many tokens are kept
             of_cut = {name: mask[:, cut] for name, mask in masks.items()}
-            laid_out = segment_layout(1, cut.stop - cut.start, *window, **of_cut, state=state, device=device)
+            laid_out = segment_layout(
+                1, cut.stop - cut.start, *window, **of_cut, state=state, device=device
+            )
         if state is None:
-            state = InfiniState.initial(inputs[1], inputs[2], *window, rule=rule, weighted=log_weight is not None)
-        rest: Any = inputs[3] if log_weight is not None else None, None if score is None else score[:, :, cut]
-        tables = softmax.rotary and tuple(part.to(torch.promote_types(kind, part.dtype)).clone() for part in softmax.rotary)
-        made = Projections(inputs[0], inputs[1], inputs[2], *rest), inputs[len(leaves)], laid_out, rule
+            state = InfiniState.initial(
+                inputs[1], inputs[2], *window, rule=rule, weighted=log_weight is not None
+            )
+        rest: Any = (
+            inputs[3] if log_weight is not None else None,
+            None if score is None else score[:, :, cut],
+        )
+        tables = softmax.rotary and tuple(
+            part.to(torch.promote_types(kind, part.dtype)).clone() for part in softmax.rotary
+        )
+        made = (
+            Projections(inputs[0], inputs[1], inputs[2], *rest),
+            inputs[len(leaves)],
+            laid_out,
+            rule,
+        )
         made += replace(softmax, rotary=tables), state, call.return_state or cut.stop == begin
         return inputs, way(prepared(AttentionCall(*made)))
 
     def computed(way: Any, kind: torch.dtype) -> list[Tensor]:
-        state = attended(attend_grid, kind, slice(0, begin), None)[1][1].detach().map(torch.clone) if begin else None
+        state = (
+            attended(attend_grid, kind, slice(0, begin), None)[1][1].detach().map(torch.clone)
+            if begin
+            else None
+        )
         inputs, (output, after, _) = attended(way, kind, slice(begin, tokens), state)
         found = [output, after.memory, after.normaliser] if call.return_state else [output]
         upstream = [owed.to(kind), *map(torch.ones_like, found[1:])]
-        gradients = torch.autograd.grad(found, inputs, upstream, allow_unused=True, materialize_grads=True) if learns else ()
+        gradients = (
+            torch.autograd.grad(found, inputs, upstream, allow_unused=True, materialize_grads=True)
+            if learns
+            else ()
+        )
         return [*(part.detach() for part in found), *gradients]
 
     pairs = zip(computed(run, dtype), computed(attend_grid, torch.float32), strict=True)
-    return [float((one - other).abs().max() / other.abs().max().clamp(min=1e-6)) for one, other in pairs]
+    return [
+        float((one - other).abs().max() / other.abs().max().clamp(min=1e-6)) for one, other in pairs
+    ]

@@ -1,9 +1,10 @@
 """Attention by kernels of our own, forward and backward, behind one autograd function.
 
-A layer reads its inputs two or three times: scores, features and what was read never leave the chip. Training keeps what
-the window found, one number a token and head, and the states of the segments, and computes the rest again. Plain torch
-chooses what is kept. Kernels read chosen tokens where they are, among the *source* rows: what the state's window has ahead
-of segments, if any, and then the rows of the grid.
+A layer reads its inputs two or three times: scores, features and what was read never leave the
+chip. Training keeps what the window found, one number a token and head, and the states of the
+segments, and computes the rest again. Plain torch chooses what is kept. Kernels read chosen tokens
+where they are, among the *source* rows: what the state's window has ahead of segments, if any, and
+then the rows of the grid.
 """
 
 import functools
@@ -24,14 +25,18 @@ from ..state import Attended, AttentionCall
 from . import backward, forward
 from .parts import INTERPRETED, Constants, Known, Rows, Seeing, Window
 
-# By kernel: tokens at a time, warps and stages (of those without kept tokens the fastest of eight on an H100), and a
-# program's share
+# By kernel: tokens at a time, warps and stages (of those without kept tokens the fastest of eight
+# on an H100), and a program's share
 KERNELS: dict[str, tuple[Any, dict[str, int], str]] = {
     "turn": (forward.turn_kernel, {"BM": 32, "num_warps": 4, "num_stages": 2}, "BM"),
     "write": (forward.write_kernel, {"BN": 64, "num_warps": 4, "num_stages": 3}, "segment"),
     "scan": (forward.scan_kernel, {"BLOCK": 64, "num_warps": 2}, "BLOCK"),
     "attend": (forward.attend_kernel, {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 3}, "BM"),
-    "queries": (backward.queries_kernel, {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 3}, "BM"),
+    "queries": (
+        backward.queries_kernel,
+        {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 3},
+        "BM",
+    ),
     "states": (backward.states_kernel, {"BM": 32, "num_warps": 4, "num_stages": 2}, "segment"),
     "scan_back": (backward.scan_back_kernel, {"BLOCK": 64, "num_warps": 2}, "BLOCK"),
     "ahead": (backward.ahead_kernel, {"BM": 64, "num_warps": 4, "num_stages": 2}, "ahead"),
@@ -46,53 +51,92 @@ class Launcher:
     def __init__(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor):
         softmax, layout = call.softmax, call.layout
         self.recorded = torch.is_grad_enabled()  # within the autograd function nobody can tell
-        self.layout, self.first = layout, layout.ahead if layout.begun else 0  # source rows before those of the grid
-        tensors = (layout.source, layout.skipped, layout.document, layout.left, *(softmax.rotary or (None, None)))
+        # source rows before those of the grid
+        self.layout, self.first = layout, layout.ahead if layout.begun else 0
+        tensors = (
+            layout.source,
+            layout.skipped,
+            layout.document,
+            layout.left,
+            *(softmax.rotary or (None, None)),
+        )
         self.known = Known(
-            *(x if x is None else x.contiguous() for x in tensors), heads=query.shape[1], kv_heads=key.shape[1],
-            length=layout.segment_length, scale=softmax.scaling_of(query), eps=call.rule.eps,
-        )  # fmt: skip
+            *(x if x is None else x.contiguous() for x in tensors),
+            heads=query.shape[1],
+            kv_heads=key.shape[1],
+            length=layout.segment_length,
+            scale=softmax.scaling_of(query),
+            eps=call.rule.eps,
+        )
         # The interpreter's products of 16 bits are wrong
         short = {} if INTERPRETED else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
         self.wide = max(query.shape[3], value.shape[3]) * query.itemsize > 128
         self.ahead = layout.sink_tokens + (layout.kept_tokens if layout.most_kept else 0)
         self.constants = Constants(
-            D=query.shape[3], E=value.shape[3], W=layout.local_segments, SINKS=layout.sink_tokens,
-            AHEAD=self.ahead and min(32 if self.wide else 64, triton.next_power_of_2(max(16, self.ahead))),
+            D=query.shape[3],
+            E=value.shape[3],
+            W=layout.local_segments,
+            SINKS=layout.sink_tokens,
+            AHEAD=self.ahead
+            and min(32 if self.wide else 64, triton.next_power_of_2(max(16, self.ahead))),
             SIGNED=None if softmax.rotary is None else softmax.turn is rotate,
-            EXP=call.rule.feature_map == "exp", DTYPE=short.get(query.dtype, tl.float32), BM=0, BN=0,
-        )  # fmt: skip
-        self.last: Any = None  # where the states after the call are, those of the next tokens' segments, if they are wanted
+            EXP=call.rule.feature_map == "exp",
+            DTYPE=short.get(query.dtype, tl.float32),
+            BM=0,
+            BN=0,
+        )
+        # where the states after the call are, those of the next tokens' segments, if they are
+        # wanted
+        self.last: Any = None
         if call.return_state:
             segment = layout.tokens_seen // layout.segment_length + layout.document[:, -1]
             self.last = torch.arange(len(segment), device=segment.device), slice(None), segment
 
     def tiles(self, name: str) -> tuple[dict[str, int], int]:
-        """Of a kernel: no more tokens than a segment has, and than fit on the chip in this width; and how many there are."""
+        """Of a kernel: no more tokens than a segment has, and than fit on the chip in this width;
+        and how many there are."""
         _, tiles, of = KERNELS[name]
         width, value_width = self.constants.D, self.constants.E
         if of == "BLOCK":
             return tiles, triton.cdiv(width * value_width + width, tiles[of])
-        most = triton.next_power_of_2(max(16, self.layout.segment_length))  # also of fewer slots: it is compiled in
+        # also of fewer slots: it is compiled in
+        most = triton.next_power_of_2(max(16, self.layout.segment_length))
         if self.wide:
             most = min(most, 32)
         if name in ("queries", "evicted") and max(width, value_width) > 64:
-            tiles = tiles | {"num_warps": 8}  # with 4, too little of what it works on fits into registers
+            # with 4, too little of what it works on fits into registers
+            tiles = tiles | {"num_warps": 8}
         tiles = {part: min(size, most) if part[0] == "B" else size for part, size in tiles.items()}
         count = {"segment": 1, "ahead": triton.cdiv(self.ahead, max(1, self.constants.AHEAD))}
-        return tiles, self.layout.segments * (count[of] if of in count else triton.cdiv(self.layout.slots, tiles[of]))
+        return tiles, self.layout.segments * (
+            count[of] if of in count else triton.cdiv(self.layout.slots, tiles[of])
+        )
 
     def launch(self, name: str, *arguments: Any, **compiled_in: Any) -> None:
         """Runs a kernel for all heads and rows of the first of its arguments."""
-        (tiles, count), (batch, heads), layout = self.tiles(name), arguments[0].data.shape[:2], self.layout
+        (tiles, count), (batch, heads), layout = (
+            self.tiles(name),
+            arguments[0].data.shape[:2],
+            self.layout,
+        )
         blocks = {part: tiles[part] for part in ("BM", "BN") if part in tiles}
         options = {part: size for part, size in tiles.items() if part not in blocks}
         constants = self.constants._replace(**blocks)
         kept = self.ahead - layout.sink_tokens
-        changing = layout.carried + layout.tokens, layout.carried, layout.segments, layout.slots, kept
-        KERNELS[name][0][count, heads, batch](*arguments, self.known, *changing, C=constants, **compiled_in, **options)
+        changing = (
+            layout.carried + layout.tokens,
+            layout.carried,
+            layout.segments,
+            layout.slots,
+            kept,
+        )
+        KERNELS[name][0][count, heads, batch](
+            *arguments, self.known, *changing, C=constants, **compiled_in, **options
+        )
 
-    def window(self, turned_key: Tensor, key: Tensor, value: Tensor, ahead: Tensor | None) -> Window:
+    def window(
+        self, turned_key: Tensor, key: Tensor, value: Tensor, ahead: Tensor | None
+    ) -> Window:
         """Keys and values: of the source."""
         source = (None, None) if ahead is None else (_rows(key), _rows(value))
         return Window(_rows(turned_key), _rows(value[:, :, self.first :]), ahead, *source)
@@ -108,10 +152,18 @@ class Launcher:
 
 def run(call: AttentionCall) -> Attended:
     """As [`attend`] of ops/attention.py, for a call that fits."""
-    layout, state, query, keeping, before = call.layout, call.state, call.tokens.query, keeping_of(call), None
+    layout, state, query, keeping, before = (
+        call.layout,
+        call.state,
+        call.tokens.query,
+        keeping_of(call),
+        None,
+    )
     kind, after = query.device.type, None
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    source = [_source(layout, *pair) for pair in zip(call.tokens[1:4], state.windows(), strict=False)]
+    source = [
+        _source(layout, *pair) for pair in zip(call.tokens[1:4], state.windows(), strict=False)
+    ]
     query, key, value = (_readable(part.to(dtype)) for part in (query, *source[:2]))
     memory_key = None if source[2] is None else _readable(key.float() + source[2].float())
     if layout.begun:
@@ -119,15 +171,26 @@ def run(call: AttentionCall) -> Attended:
     with torch.cuda.device_of(query):  # else Triton takes the current one
         launcher = Launcher(call, query, key, value)
         chosen = _chosen(call, keeping, launcher)
-        output, last = Attend.apply(query, key, value, memory_key, *chosen, call.gate, before, launcher)
+        output, last = Attend.apply(
+            query, key, value, memory_key, *chosen, call.gate, before, launcher
+        )
     if last is not None:
-        after = last[..., : -key.shape[3]].unflatten(2, (key.shape[3], -1)), last[..., -key.shape[3] :]
+        after = (
+            last[..., : -key.shape[3]].unflatten(2, (key.shape[3], -1)),
+            last[..., -key.shape[3] :],
+        )
         if keeping is not None:
             index = keeping.kept.key[..., 0].masked_fill(keeping.kept.position[..., 0] < 0, 0)
             rows = row_numbers(index, key.shape[2])
-            found: Any = [x if x is None else x.flatten(0, 2)[rows].unflatten(0, index.shape) for x in source]
+            found: Any = [
+                x if x is None else x.flatten(0, 2)[rows].unflatten(0, index.shape) for x in source
+            ]
             keeping.kept = keeping.kept._replace(key=found[0], value=found[1], log_weight=found[2])
-    return output.to(call.tokens.value.dtype), state_after(call, keeping, after) if call.return_state else None, None
+    return (
+        output.to(call.tokens.value.dtype),
+        state_after(call, keeping, after) if call.return_state else None,
+        None,
+    )
 
 
 def _source(layout: GridLayout, new: Any, window: Any) -> Any:
@@ -135,38 +198,58 @@ def _source(layout: GridLayout, new: Any, window: Any) -> Any:
     if new is None or not layout.begun:
         return new
     begin = layout.carried_to - layout.carried
-    return torch.cat([window[:, :, : layout.ahead], window[:, :, begin : layout.carried_to], new], 2)  # in the wider dtype
+    # in the wider dtype
+    return torch.cat(
+        [window[:, :, : layout.ahead], window[:, :, begin : layout.carried_to], new], 2
+    )
 
 
 @torch.no_grad()
-def _chosen(call: AttentionCall, keeping: KeptInGrid | None, launcher: Launcher) -> tuple[Tensor | None, Tensor | None]:
+def _chosen(
+    call: AttentionCall, keeping: KeptInGrid | None, launcher: Launcher
+) -> tuple[Tensor | None, Tensor | None]:
     """`ahead` of a [`Window`]; and what the memory takes in instead of segments, `[batch, kv_heads,
-    segments, slots]`, `None` where nothing is kept. Afterwards the kept keys of `keeping` are numbers of source rows."""
+    segments, slots]`, `None` where nothing is kept. Afterwards the kept keys of `keeping` are
+    numbers of source rows."""
     layout, state, (query, key, *_), chosen = call.layout, call.state, call.tokens, []
     first, ahead, before = launcher.first, launcher.ahead, layout.carried_to - layout.carried
     if keeping is None and not (layout.begun and ahead):  # sinks are among the keys
         return None, None
     found = key.new_full((*key.shape[:2], layout.segments, ahead), -1, dtype=torch.int32)
     if layout.sink_tokens:
-        rows = torch.where(layout.sink_rows < before, layout.sink_rows, layout.sink_rows - before + first)
+        rows = torch.where(
+            layout.sink_rows < before, layout.sink_rows, layout.sink_rows - before + first
+        )
         found[..., : layout.sink_tokens] = rows.unsqueeze(1)
     if keeping is None:
         return found, None
-    rows = torch.arange(layout.segments * layout.slots, device=key.device) if layout.source is None else layout.source
+    rows = (
+        torch.arange(layout.segments * layout.slots, device=key.device)
+        if layout.source is None
+        else layout.source
+    )
     rows = layout.delay((rows + first).view(-1, layout.segments, layout.slots))
     rows = rows[:, :, None, :, None].expand(layout.batch, -1, key.shape[1], -1, -1)
     kept = torch.arange(layout.sink_tokens, layout.ahead, device=key.device).view(-1, 1)
     keeping.kept = Kept(kept.expand(*key.shape[:2], -1, -1), None, None, *keeping.kept[3:])
-    grids = (layout.to_grid(query, None).transpose(2, 3), layout.windows(key, state.local_key)) if keeping.sees else None
+    grids = (
+        (layout.to_grid(query, None).transpose(2, 3), layout.windows(key, state.local_key))
+        if keeping.sees
+        else None
+    )
     size = group_size(layout, key)
     for begin in range(0, layout.segments, size):
         of = slice(begin, end := min(begin + size, layout.segments))
         if grids is not None:
-            compared = compared_window(grids[0][:, of], grids[1][:, of], layout, call.softmax, begin, end)
+            compared = compared_window(
+                grids[0][:, of], grids[1][:, of], layout, call.softmax, begin, end
+            )
             keeping.see(compared, begin, end, call.softmax)
         chosen.append(keeping.choose((rows[:, of], None, None), begin, end))
     seen, evicted = (
-        torch.cat([part.key.masked_fill(part.position < 0, -1) for part in parts], 1)[..., 0].transpose(1, 2)
+        torch.cat([part.key.masked_fill(part.position < 0, -1) for part in parts], 1)[
+            ..., 0
+        ].transpose(1, 2)
         for parts in zip(*chosen, strict=True)
     )
     if layout.most_kept:
@@ -184,9 +267,10 @@ def _rows(x: Tensor | None) -> Rows | None:
 
 
 class Attend(Function):
-    """Window, memory and mixture, by the formulas of forward.py and backward.py, and the state after the call, or `None`.
-    Arguments: queries; of the source, keys, values, and keys of the memory, or `None`: the same; what [`_chosen`] gives; the
-    gate; the state before the call, or `None`: empty; the [`Launcher`]."""
+    """Window, memory and mixture, by the formulas of forward.py and backward.py, and the state
+    after the call, or `None`. Arguments: queries; of the source, keys, values, and keys of the
+    memory, or `None`: the same; what [`_chosen`] gives; the gate; the state before the call, or
+    `None`: empty; the [`Launcher`]."""
 
     @staticmethod
     def forward(ctx, query, key, value, memory_key, ahead, evicted, gate, before, launcher):
@@ -194,28 +278,48 @@ class Attend(Function):
         new, layout = functools.partial(query.new_empty, dtype=torch.float32), launcher.layout
         states = new(batch, kv_heads, layout.segments + 1, width * value_width + width)
         wrote, of = torch.empty_like(states[:, :, :-1]), launcher.first if evicted is None else 0
-        written = (_rows(part[:, :, of:]) for part in (key if memory_key is None else memory_key, value))
+        written = (
+            _rows(part[:, :, of:]) for part in (key if memory_key is None else memory_key, value)
+        )
         launcher.launch("write", *written, evicted, _rows(wrote))
         states[:, :, 0] = 0 if before is None else before
-        delay = layout.local_segments + 1 if evicted is None else 1  # from what was written to what first reads it
+        # from what was written to what first reads it
+        delay = layout.local_segments + 1 if evicted is None else 1
         launcher.launch("scan", _rows(wrote), _rows(states), DELAY=delay)
         del wrote
         turned_key = launcher.turned(key[:, :, launcher.first :], 0, 0)
         window = launcher.window(turned_key, key, value, ahead)
         make = torch.empty if layout.source is None else torch.zeros  # padding is zero
-        output = make(batch, tokens, heads, value_width, dtype=value.dtype, device=value.device).transpose(1, 2)
+        output = make(
+            batch, tokens, heads, value_width, dtype=value.dtype, device=value.device
+        ).transpose(1, 2)
         save = launcher.recorded and any(ctx.needs_input_grad)
-        found, log_sum = (torch.empty_like(output), new(batch, heads, tokens)) if save else (None, None)
-        launcher.launch("attend", _rows(query), window, _rows(output), _rows(found), log_sum, _rows(states), gate)
+        found, log_sum = (
+            (torch.empty_like(output), new(batch, heads, tokens)) if save else (None, None)
+        )
+        launcher.launch(
+            "attend",
+            _rows(query),
+            window,
+            _rows(output),
+            _rows(found),
+            log_sum,
+            _rows(states),
+            gate,
+        )
         ctx.launcher, ctx.delay = launcher, delay
-        ctx.save_for_backward(query, key, value, memory_key, ahead, evicted, gate, turned_key, found, log_sum, states)
+        ctx.save_for_backward(
+            query, key, value, memory_key, ahead, evicted, gate, turned_key, found, log_sum, states
+        )
         ctx.set_materialize_grads(False)
         return output, None if launcher.last is None else states[launcher.last]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient, to_last):
-        query, key, value, memory_key, ahead, evicted, gate, turned_key, found, log_sum, states = ctx.saved_tensors
+        query, key, value, memory_key, ahead, evicted, gate, turned_key, found, log_sum, states = (
+            ctx.saved_tensors
+        )
         launcher, layout, first = ctx.launcher, ctx.launcher.layout, ctx.launcher.first
         (batch, heads, tokens, width), (_, kv_heads, count, value_width) = query.shape, value.shape
         new = functools.partial(query.new_empty, dtype=torch.float32)
@@ -229,7 +333,9 @@ class Attend(Function):
         along, inverse, to_mass = new(3, batch, heads, tokens)
         to_gate = new(batch, heads, launcher.tiles("queries")[1])
         results = along, inverse, to_mass, _rows(to_query), to_gate
-        launcher.launch("queries", q, window, g, _rows(found), log_sum, *results, _rows(states), gate)
+        launcher.launch(
+            "queries", q, window, g, _rows(found), log_sum, *results, _rows(states), gate
+        )
         to_states = torch.empty_like(states)
         launcher.launch("states", _rows(to_states), q, g, inverse, to_mass)
         to_states[:, :, -1] = 0
@@ -240,39 +346,70 @@ class Attend(Function):
         to_before = to_states[:, :, 0] if ctx.needs_input_grad[7] else None
         del to_states
 
-        # What is owed to rows, keys and values side by side, beside what the queries of their windows owe
+        # What is owed to rows, keys and values side by side, beside what the queries of their
+        # windows owe
         widths: list[int] = [width, value_width]
         owed: Any = None
         if ahead is not None or evicted is not None:
-            owed = torch.zeros(batch, kv_heads, count, sum(widths), dtype=torch.float32, device=query.device)
+            owed = torch.zeros(
+                batch, kv_heads, count, sum(widths), dtype=torch.float32, device=query.device
+            )
         if evicted is not None:
             to_mk, to_v = owed.split(widths, -1)
             to_mk = to_mk if to_memory_key is None else to_memory_key
-            launcher.launch("evicted", *map(_rows, (memory_key, value)), evicted, *map(_rows, (to_mk, to_v)), to_wrote)
+            launcher.launch(
+                "evicted",
+                *map(_rows, (memory_key, value)),
+                evicted,
+                *map(_rows, (to_mk, to_v)),
+                to_wrote,
+            )
             to_wrote = None
         first_place = launcher.ahead + layout.local_segments * layout.segment_length
-        seeing = Seeing(_rows(launcher.turned(query, first_place, layout.carried)), g, log_sum, along)
+        seeing = Seeing(
+            _rows(launcher.turned(query, first_place, layout.carried)), g, log_sum, along
+        )
         if launcher.ahead:
             of_ahead = new(batch, kv_heads, layout.segments, launcher.ahead, sum(widths))
-            launcher.launch("ahead", *map(_rows, of_ahead.flatten(2, 3).split(widths, -1)), window, seeing, gate)
+            launcher.launch(
+                "ahead", *map(_rows, of_ahead.flatten(2, 3).split(widths, -1)), window, seeing, gate
+            )
             if ahead is None:
                 owed = _sums_by_document(of_ahead, layout).flatten(2, 3)
             else:  # to places without a row zero is owed
-                owed.flatten(0, 2).index_add_(0, row_numbers(ahead.flatten(2), count), of_ahead.flatten(0, 3))
-        tensors = key, memory_key, value, to_key, to_memory_key if evicted is None else None, to_value
+                owed.flatten(0, 2).index_add_(
+                    0, row_numbers(ahead.flatten(2), count), of_ahead.flatten(0, 3)
+                )
+        tensors = (
+            key,
+            memory_key,
+            value,
+            to_key,
+            to_memory_key if evicted is None else None,
+            to_value,
+        )
         k, mk, v, to_k, to_mk, to_v = (_rows(x if x is None else x[:, :, first:]) for x in tensors)
         of_sinks = ahead is None and launcher.ahead > 0
-        of_rows = (None, None) if owed is None else map(_rows, owed[:, :, 0 if of_sinks else first :].split(widths, -1))
-        launcher.launch("keys", k, mk, v, seeing, to_k, to_mk, to_v, to_wrote, *of_rows, gate, OF_SINKS=of_sinks)
+        of_rows = (
+            (None, None)
+            if owed is None
+            else map(_rows, owed[:, :, 0 if of_sinks else first :].split(widths, -1))
+        )
+        launcher.launch(
+            "keys", k, mk, v, seeing, to_k, to_mk, to_v, to_wrote, *of_rows, gate, OF_SINKS=of_sinks
+        )
         if first:  # the grid has none of them
-            to_key[:, :, :first], to_value[:, :, :first] = (0, 0) if owed is None else owed[:, :, :first].split(widths, -1)
+            to_key[:, :, :first], to_value[:, :, :first] = (
+                (0, 0) if owed is None else owed[:, :, :first].split(widths, -1)
+            )
 
         to_gate = to_gate.sum((0, 2)).to(gate.dtype)
         return to_query, to_key, to_value, to_memory_key, None, None, to_gate, to_before, None
 
 
 def _sums_by_document(to_sinks: Tensor, layout: GridLayout) -> Tensor:
-    """What all segments owe to the sinks, `[batch, kv_heads, segments, …]`, at their document's first segment."""
+    """What all segments owe to the sinks, `[batch, kv_heads, segments, …]`, at their document's
+    first segment."""
     if layout.source is None:
         return to_sinks.sum(2, keepdim=True)
     first = torch.arange(layout.segments, device=to_sinks.device)[:, None]

@@ -1,7 +1,8 @@
 """Makes the layout of a call ([`Layout`]), once per forward.
 
-Outside of a graph of torch.compile values are read back from the device, and the layout is no larger than it must be. Inside
-of one are steps without positions and rows that begin one document each, whose sizes follow from the arguments' shapes.
+Outside of a graph of torch.compile values are read back from the device, and the layout is no
+larger than it must be. Inside of one are steps without positions and rows that begin one document
+each, whose sizes follow from the arguments' shapes.
 """
 
 from dataclasses import replace
@@ -32,15 +33,20 @@ def segment_layout(
     device: torch.device | None = None,
     completes_segments: bool = True,
 ) -> StepLayout | GridLayout:
-    """Lays out a call of `[batch, tokens]`. On an accelerator this waits for the device a few times, but not for a training
-    step of rows without padding and positions. Arguments as of [`infini_attention`], positions perhaps `[1, tokens]`, and of
-    [`step_layout`]. ValueError for masks or positions of another shape, a mask with other values than 0 and 1 (in a graph a
+    """Lays out a call of `[batch, tokens]`. On an accelerator this waits for the device a few
+    times, but not for a training step of rows without padding and positions. Arguments as of
+    [`infini_attention`], positions perhaps `[1, tokens]`, and of [`step_layout`]. ValueError for
+    masks or positions of another shape, a mask with other values than 0 and 1 (in a graph a
     RuntimeError), and as many sinks as a segment has tokens."""
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
     sizes: dict[str, Any] = dict(zip(WINDOW_SIZES, window, strict=True))
     graph = torch.compiler.is_compiling()
     if graph and (position_ids is not None or (state is not None and tokens > 1)):
-        masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
+        masks = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "memory_mask": memory_mask,
+        }
         return _layout_outside_graph(batch, tokens, *window, **masks, state=state, device=device)
     check_window(*window)
     check_shapes(batch, tokens, attention_mask, memory_mask, position_ids)
@@ -55,35 +61,50 @@ def segment_layout(
         masks = (real, memory_mask, None if restart is None else ~restart)
         given = [mask for mask in masks if mask is not None]
         idle = iter(torch.stack([mask.all() for mask in given]).tolist() if given else ())
-        real, memory_mask, restart = (None if mask is None or next(idle) else mask for mask in masks)
+        real, memory_mask, restart = (
+            None if mask is None or next(idle) else mask for mask in masks
+        )
         restart = None if restart is None else ~restart
     if tokens == 1 and state is not None and restart is None:
-        return step_layout(batch, sizes, real, position_ids, memory_mask, state, not graph, completes_segments)
+        return step_layout(
+            batch, sizes, real, position_ids, memory_mask, state, not graph, completes_segments
+        )
     seen = [0] if state is None else state.tokens_seen.tolist()
     if real is None and restart is None and len({*seen}) == 1:
         form = _plain_form(batch, tokens, window, seen[0], device)
     else:
-        known = torch.zeros(batch, dtype=torch.long, device=device) if state is None else state.tokens_seen
+        known = (
+            torch.zeros(batch, dtype=torch.long, device=device)
+            if state is None
+            else state.tokens_seen
+        )
         every = torch.ones(batch, tokens, dtype=torch.bool, device=device)
         masks = every if real is None else real, ~every if restart is None else restart
         form = _indexed_form(window, *masks, known, any(seen))
     before = torch.full_like(form["tokens_seen"], -1) if state is None else state.last_position
     last = last_position(tokens, real, position_ids, before)
-    layout = _with_rows(GridLayout(**sizes, **form, batch=batch, tokens=tokens, begun=any(seen), last_position=last))
+    layout = _with_rows(
+        GridLayout(**sizes, **form, batch=batch, tokens=tokens, begun=any(seen), last_position=last)
+    )
     return _with_memory(layout, memory_mask, state, reads)
 
 
 _layout_outside_graph = torch.compiler.disable(
     segment_layout,
-    reason="position_ids can begin any number of documents, and a state be any number of tokens long: the layout of their "
-    "segments is made outside of the graph.",
+    reason="position_ids can begin any number of documents, and a state be any number of tokens "
+    "long: the layout of their segments is made outside of the graph.",
 )
 
 
 def _plain_form(
-    batch: int, tokens: int, window: tuple[int, int, int, int], seen: int, device: torch.device | None
+    batch: int,
+    tokens: int,
+    window: tuple[int, int, int, int],
+    seen: int,
+    device: torch.device | None,
 ) -> dict[str, Any]:
-    """Fields of a [`GridLayout`] of one document in every row, without padding; `seen`: its tokens before this call."""
+    """Fields of a [`GridLayout`] of one document in every row, without padding; `seen`: its tokens
+    before this call."""
     length, local, *ahead = window
     base = min(local, seen // length)  # grid segment that the next token falls into
     carried = base * length + seen % length
@@ -103,22 +124,27 @@ def _plain_form(
 def _indexed_form(
     window: tuple[int, int, int, int], real: Tensor, restart: Tensor, seen: Tensor, begun: bool
 ) -> dict[str, Any]:
-    """Fields of a [`GridLayout`] of any rows; `seen`: `[batch]`, tokens of the document before; begun: whether any is."""
+    """Fields of a [`GridLayout`] of any rows; `seen`: `[batch]`, tokens of the document before;
+    begun: whether any is."""
     (length, local, *ahead), (batch, tokens), device = window, real.shape, real.device
-    # Tokens of the window in the grid, and the grid segment that the next token of a continued document falls into
+    # Tokens of the window in the grid, and the grid segment that the next token of a continued
+    # document falls into
     carried, base = ((local + 1) * length, local) if begun else (0, 0)
     begin = seen.unsqueeze(1)
 
     counted = real.cumsum(1)
     counted_at_restart = torch.where(restart, counted, 0).cummax(1).values
-    number = torch.where(counted_at_restart > 0, counted - counted_at_restart, begin + counted - 1)  # in the document
+    # in the document
+    number = torch.where(counted_at_restart > 0, counted - counted_at_restart, begin + counted - 1)
     slot = number % length
     opens = real & (slot == 0) & ((number != begin) | (counted_at_restart > 0))
     segment = base + opens.cumsum(1)
     if torch.compiler.is_compiling():
         segments, slots, packed = -(-tokens // length), min(length, tokens), False
     else:
-        limits = torch.stack([segment.amax(), torch.where(real, slot, 0).amax(), restart.any().long()]).tolist()
+        limits = torch.stack(
+            [segment.amax(), torch.where(real, slot, 0).amax(), restart.any().long()]
+        ).tolist()
         segments, slots, packed = limits[0] + 1, length if begun else limits[1] + 1, bool(limits[2])
 
     target = torch.where(real, segment * slots + slot, -1)
@@ -155,14 +181,18 @@ def _indexed_form(
 def _with_rows(layout: GridLayout) -> GridLayout:
     """The layout with [`GridLayout.sink_rows`] and [`GridLayout.window`], of its other fields."""
     length, local, sinks, kept = layout.window_sizes
-    source, places = layout.source, torch.arange(max(sinks, (local + 1) * length), device=layout.document.device)
+    source, places = (
+        layout.source,
+        torch.arange(max(sinks, (local + 1) * length), device=layout.document.device),
+    )
     if source is None:
         slots = torch.arange(layout.segments * layout.slots, device=places.device)
         source = torch.where(slots < layout.carried + layout.tokens, slots, -1).unsqueeze(0)
     source = F.pad(source, (1, 1), value=-1)  # before and beyond the grid there is none
     before = layout.carried_to - layout.carried  # places of the window before what is in the grid
 
-    def rows_of(document: Tensor, number: Tensor) -> Tensor:  # of the document's tokens of these numbers
+    # of the document's tokens of these numbers
+    def rows_of(document: Tensor, number: Tensor) -> Tensor:
         place = (document + number // length) * layout.slots + number % length
         row = source.gather(1, (place + 1).clamp(0, source.shape[1] - 1).flatten(1)).view_as(place)
         return torch.where((number >= 0) & (number % length < layout.slots), row, -1)
@@ -176,24 +206,41 @@ def _with_rows(layout: GridLayout) -> GridLayout:
     row = rows_of(last, (ended // length - local) * length + places[: (local + 1) * length])
     window = F.pad(torch.where(row < 0, -1, row + before), (kept, 0), value=-1)
     window = torch.cat([sink_rows[:, -1], window], 1).expand(layout.batch, -1)
-    return replace(layout, sink_rows=sink_rows[:, :-1] if layout.source is not None else sink_rows, window=window)
+    return replace(
+        layout,
+        sink_rows=sink_rows[:, :-1] if layout.source is not None else sink_rows,
+        window=window,
+    )
 
 
-def _with_memory(layout: GridLayout, memory_mask: Tensor | None, state: InfiniState | None, reads: bool) -> GridLayout:
-    """The layout that knows which tokens of the call and of the state's window the memory skips, and how many it holds;
-    `reads`: whether values may be read back from the device."""
+def _with_memory(
+    layout: GridLayout, memory_mask: Tensor | None, state: InfiniState | None, reads: bool
+) -> GridLayout:
+    """The layout that knows which tokens of the call and of the state's window the memory skips,
+    and how many it holds; `reads`: whether values may be read back from the device."""
     batch, device, skipped, next_skipped = layout.batch, layout.tokens_seen.device, None, None
     window, written = None if state is None else state.local_skipped, _leaving(layout)
     if memory_mask is not None or window is not None:
         shape = (batch, layout.tokens if memory_mask is None else layout.places)
         nothing = torch.zeros(shape, dtype=torch.bool, device=device)
-        new, window = nothing if memory_mask is None else ~memory_mask, nothing if window is None else window
+        new, window = (
+            nothing if memory_mask is None else ~memory_mask,
+            nothing if window is None else window,
+        )
         new, window = (part[:, None, :, None] for part in (new, window))
-        next_skipped, skipped = layout.next_window(new, window)[:, 0, :, 0], layout.to_grid(new, window)[..., 0, 0]
+        next_skipped, skipped = (
+            layout.next_window(new, window)[:, 0, :, 0],
+            layout.to_grid(new, window)[..., 0, 0],
+        )
         written = written & ~layout.delay(skipped)
-    before = torch.zeros(batch, dtype=torch.long, device=device) if state is None else state.tokens_left()
+    before = (
+        torch.zeros(batch, dtype=torch.long, device=device)
+        if state is None
+        else state.tokens_left()
+    )
     total = pad(written.sum(-1), (1, 0)).cumsum(1)
-    first = (layout.document + layout.local_segments).clamp(min=0)  # the delayed segment that takes in a document's first
+    # the delayed segment that takes in a document's first
+    first = (layout.document + layout.local_segments).clamp(min=0)
     first = first.minimum(torch.arange(layout.segments + 1, device=device))
     continued = layout.document == layout.document[:, :1]
     left = total - total.gather(1, first) + continued * before.unsqueeze(1)
@@ -201,7 +248,13 @@ def _with_memory(layout: GridLayout, memory_mask: Tensor | None, state: InfiniSt
     most_kept = layout.kept_tokens
     if most_kept and reads:  # short rows do not attend to empty places
         most_kept = min(most_kept, int(left[:, :-1].max()))
-    found = {"skipped": skipped, "next_skipped": next_skipped, "written": written, "left": left, "most_kept": most_kept}
+    found = {
+        "skipped": skipped,
+        "next_skipped": next_skipped,
+        "written": written,
+        "left": left,
+        "most_kept": most_kept,
+    }
     return replace(layout, memory_tokens=after, **found)
 
 
@@ -221,7 +274,9 @@ def _leaving(layout: GridLayout) -> Tensor:
 
 def restarts(position_ids: Tensor, real: Tensor | None, state: InfiniState | None) -> Tensor:
     """Which real tokens start a new document, `[batch, tokens]` bool."""
-    columns = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
+    columns = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(
+        position_ids
+    )
     latest = columns if real is None else torch.where(real, columns, -1).cummax(1).values
     latest = F.pad(latest[:, :-1], (1, 0), value=-1)  # the last real token before each
     before, begun = position_ids.gather(1, latest.clamp(min=0)), latest >= 0

@@ -1,4 +1,5 @@
-"""The update rules: [`MemoryRule`] itself, and the files here whose names are in `options.UPDATE_RULES`."""
+"""The update rules: [`MemoryRule`] itself, and the files here whose names are in
+`options.UPDATE_RULES`."""
 
 from importlib import import_module
 

@@ -13,7 +13,9 @@ class Rule(MemoryRule):
         """The rule is affine in M, so that the loop over segments touches the state only."""
         features, value, _ = written
         normalisers, last_normaliser = running_sum(features.sum(-2), normaliser, continues)
-        scaled = features / ((features * normalisers.unsqueeze(-2)).sum(-1, keepdim=True) + self.eps)
+        scaled = features / (
+            (features * normalisers.unsqueeze(-2)).sum(-1, keepdim=True) + self.eps
+        )
         factors = features.mT @ value, features.mT @ scaled
         memories, last_memory = DeltaScan.apply(*factors, memory, continues)
         return (memories, normalisers), (last_memory, last_normaliser)

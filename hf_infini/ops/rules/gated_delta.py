@@ -1,13 +1,16 @@
-"""The gated delta rule over segments (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464).
+"""The gated delta rule over segments (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv
+2412.06464).
 
-    M_t = α_t (M_{t−1} − β_t k_t k_tᵀ M_{t−1}) + β_t k_t v_tᵀ           |k_t| ≤ 1, 0 ≤ β_t ≤ 1, 0 ≤ α_t ≤ 1
+    M_t = α_t (M_{t−1} − β_t k_t k_tᵀ M_{t−1}) + β_t k_t v_tᵀ   |k_t| ≤ 1, 0 ≤ β_t ≤ 1, 0 ≤ α_t ≤ 1
 
-Only the states between segments are needed, so the tokens of a chunk are taken all at once (the WY form, section 3.3). With
-g_t = α_1 ⋯ α_t, counted from the chunk's first token, the state after t is g_t M_0 + Σ_{i≤t} (g_t / g_i) k_i u_iᵀ, where
+Only the states between segments are needed, so the tokens of a chunk are taken all at once (the WY
+form, section 3.3). With g_t = α_1 ⋯ α_t, counted from the chunk's first token, the state after t is
+g_t M_0 + Σ_{i≤t} (g_t / g_i) k_i u_iᵀ, where
 
     (I + T) U = β V − β g K M_0,  T_ti = β_t (g_t / g_i) k_t·k_i for i < t, else 0.
 
-The state after a chunk is affine in M_0: the loop over chunks touches states only. `P`: tokens of a segment or chunk.
+The state after a chunk is affine in M_0: the loop over chunks touches states only. `P`: tokens of a
+segment or chunk.
 """
 
 import torch
@@ -18,7 +21,8 @@ from ..memory import MemoryRule, Written
 from ..window import product
 from .scan import DeltaScan
 
-# Logits of β and α before training: β = 1/2; α = 0.999994, of which 16,384 tokens leave 90 %, and which still has a gradient
+# Logits of β and α before training: β = 1/2; α = 0.999994, of which 16,384 tokens leave 90 %, and
+# which still has a gradient
 RATES = (0.0, 12.0)
 
 
@@ -34,16 +38,29 @@ class Rule(MemoryRule):
         centred = super().features(x) - 1
         return centred * (centred.square().sum(-1, keepdim=True) + self.eps).rsqrt()
 
-    def written(self, key: Tensor, value: Tensor, log_weight: Tensor | None, mask: Tensor | None = None) -> Written:
+    def written(
+        self, key: Tensor, value: Tensor, log_weight: Tensor | None, mask: Tensor | None = None
+    ) -> Written:
         """σ(k) beside log β and log α, all of them zero for tokens that are not written."""
         features = self.features(key)
-        log_weight = features.new_zeros(*key.shape[:-1], 2) if log_weight is None else log_weight.to(features.dtype)
-        return (features, value, log_weight) if mask is None else (features * mask, value, log_weight * mask)
+        log_weight = (
+            features.new_zeros(*key.shape[:-1], 2)
+            if log_weight is None
+            else log_weight.to(features.dtype)
+        )
+        return (
+            (features, value, log_weight)
+            if mask is None
+            else (features * mask, value, log_weight * mask)
+        )
 
     def states(self, written, memory, normaliser, continues=None):
         key, value, log_weight = written
         memories, last_memory = gated_delta_scan(key, value, log_weight, memory, continues)
-        return (memories, normaliser.unsqueeze(1).expand(-1, key.shape[1], -1, -1)), (last_memory, normaliser)
+        return (memories, normaliser.unsqueeze(1).expand(-1, key.shape[1], -1, -1)), (
+            last_memory,
+            normaliser,
+        )
 
     def read(self, features, memory, normaliser):
         return product(features, memory)
@@ -70,7 +87,9 @@ class Rule(MemoryRule):
 
     @staticmethod
     def naive_write(memory, normaliser, features, values, log_weight, eps):
-        for key, value, weight in zip(features.unbind(1), values.unbind(1), log_weight.exp().unbind(1), strict=True):
+        for key, value, weight in zip(
+            features.unbind(1), values.unbind(1), log_weight.exp().unbind(1), strict=True
+        ):
             beta, alpha = weight[:, :1], weight[:, 1:, None]
             retrieved = (key.unsqueeze(1) @ memory).squeeze(1)
             memory = alpha * (memory - torch.einsum("hd,he->hde", beta * key, retrieved))
@@ -81,10 +100,11 @@ class Rule(MemoryRule):
 def gated_delta_scan(
     key: Tensor, value: Tensor, log_weight: Tensor, memory: Tensor, continues: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """M before each segment, `[B, N, K, D, E]`, and after the last, `[B, K, D, E]`. A chunk has at most as many tokens as a
-    head is wide: then neither T nor the states between chunks hold more numbers than the tokens do. `key`, `value`: k and v,
-    `[B, N, K, P, D]` and `[…, E]`; `log_weight`: log β and log α, `[…, 2]`; a token with k = 0 and log α = 0 changes
-    nothing; `memory`, `continues`: as in [`MemoryRule.states`]."""
+    """M before each segment, `[B, N, K, D, E]`, and after the last, `[B, K, D, E]`. A chunk has at
+    most as many tokens as a head is wide: then neither T nor the states between chunks hold more
+    numbers than the tokens do. `key`, `value`: k and v, `[B, N, K, P, D]` and `[…, E]`;
+    `log_weight`: log β and log α, `[…, 2]`; a token with k = 0 and log α = 0 changes nothing;
+    `memory`, `continues`: as in [`MemoryRule.states`]."""
     width = key.shape[-1]
     chunks = -(-key.shape[-2] // width)
     if chunks > 1:
@@ -93,8 +113,14 @@ def gated_delta_scan(
             inside = continues.new_ones(*continues.shape, chunks - 1)
             continues = torch.cat([inside, continues.unsqueeze(-1)], -1).flatten(1)
     log_beta, log_alpha = log_weight.unbind(-1)
-    k, v, log_beta, log_kept = (part.flatten(0, 2) for part in (key, value, log_beta, log_alpha.cumsum(-1)))
-    weighted, kept, faded = _chunk_weights(k, log_beta, log_kept), log_kept.exp().unsqueeze(-1), log_kept[:, -1].expm1()
+    k, v, log_beta, log_kept = (
+        part.flatten(0, 2) for part in (key, value, log_beta, log_alpha.cumsum(-1))
+    )
+    weighted, kept, faded = (
+        _chunk_weights(k, log_beta, log_kept),
+        log_kept.exp().unsqueeze(-1),
+        log_kept[:, -1].expm1(),
+    )
     # M ← M + Zᵀ V − (Zᵀ g K + (1 − g_P) I) M
     erased = (weighted * kept).mT @ k - torch.diag_embed(faded.unsqueeze(-1).expand(-1, width))
     factors = (part.unflatten(0, key.shape[:3]) for part in (weighted.mT @ v, erased))
@@ -103,16 +129,22 @@ def gated_delta_scan(
 
 
 def _chunk_weights(key: Tensor, log_beta: Tensor, log_kept: Tensor) -> Tensor:
-    """Z = β (I + T)⁻ᵀ (g_P / g) K, `[chunks, P, D]`, with P the chunk's last token; `log_kept`: log g, `[chunks, P]`."""
+    """Z = β (I + T)⁻ᵀ (g_P / g) K, `[chunks, P, D]`, with P the chunk's last token; `log_kept`: log
+    g, `[chunks, P]`."""
     beta = log_beta.exp()
-    decay = (log_kept.unsqueeze(-1) - log_kept.unsqueeze(-2)).tril(-1).exp()  # no exponent is positive
-    below = key @ key.mT * decay * beta.unsqueeze(-1)  # T below the diagonal; nothing else of it is read
+    # no exponent is positive
+    decay = (log_kept.unsqueeze(-1) - log_kept.unsqueeze(-2)).tril(-1).exp()
+    # T below the diagonal; nothing else of it is read
+    below = key @ key.mT * decay * beta.unsqueeze(-1)
     kept_of = key * (log_kept[:, -1:] - log_kept).exp().unsqueeze(-1)
-    return torch.linalg.solve_triangular(below.mT, kept_of, upper=True, unitriangular=True) * beta.unsqueeze(-1)
+    return torch.linalg.solve_triangular(
+        below.mT, kept_of, upper=True, unitriangular=True
+    ) * beta.unsqueeze(-1)
 
 
 def _in_chunks(part: Tensor, chunks: int) -> Tensor:
-    """`[B, N, K, P, X]` as `[B, N · chunks, K, tokens of a chunk, X]`, with zeros at the end of a segment's last chunk."""
+    """`[B, N, K, P, X]` as `[B, N · chunks, K, tokens of a chunk, X]`, with zeros at the end of a
+    segment's last chunk."""
     size = -(-part.shape[3] // chunks)
     part = F.pad(part, (0, 0, 0, chunks * size - part.shape[3]))
     return part.unflatten(3, (chunks, size)).transpose(2, 3).flatten(1, 2)

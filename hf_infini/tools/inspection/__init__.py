@@ -1,4 +1,5 @@
-"""Inside a model: what each head did with a text, as named tensors and tables, and as a page of HTML."""
+"""Inside a model: what each head did with a text, as named tensors and tables, and as a page of
+HTML."""
 
 from .heads import FATES, Inspection, LayerInspection
 from .page import inspection_page

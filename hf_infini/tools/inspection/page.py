@@ -1,6 +1,8 @@
-"""One HTML page of what [`hf_infini.inspect_attention`] found: no other file, nothing from a network.
+"""One HTML page of what [`hf_infini.inspect_attention`] found: no other file, nothing from a
+network.
 
-Its frame is `page.html`, which takes in the style `page.css` and the scripts, plain JavaScript without a library.
+Its frame is `page.html`, which takes in the style `page.css` and the scripts, plain JavaScript
+without a library.
 """
 
 import base64
@@ -18,11 +20,16 @@ SCRIPTS = ("strings.js", "page.js", "map.js", "fates.js", "charts.js", "start.js
 
 
 def inspection_page(inspection: Inspection, *, title: str | None = None, row: int = 0) -> str:
-    """The page, as HTML text: each head's weights with their tokens, and the memory, in about 1.3 · tokens² bytes for each.
-    At least one layer has attention heads. `title`: by default the model's name; `row`: of the batch."""
-    title, layers = title or inspection.name, [_layer_data(layer, row) for layer in inspection.layers.values()]
+    """The page, as HTML text: each head's weights with their tokens, and the memory, in about 1.3 ·
+    tokens² bytes for each. At least one layer has attention heads. `title`: by default the model's
+    name; `row`: of the batch."""
+    title, layers = (
+        title or inspection.name,
+        [_layer_data(layer, row) for layer in inspection.layers.values()],
+    )
     data = {"title": title, "tokens": inspection.texts[row], "layers": layers}
-    # In a script element only "</script" and "<!--" end the data or change its reading: without "<" there is neither.
+    # In a script element only "</script" and "<!--" end the data or change its reading: without "<"
+    # there is neither.
     content = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     return _text("page.html").format(
         policy="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'",
@@ -34,26 +41,36 @@ def inspection_page(inspection: Inspection, *, title: str | None = None, row: in
 
 
 def _layer_data(layer: LayerInspection, row: int) -> dict:
-    """`layer`, `kind` and, with heads, `weights`: of each head those of query after query, from the first key to the query
-    itself, NaN where it sees nothing, as base64 of little-endian bfloat16. They are the memory's where the key is in the
-    memory: `fates` (per head and segment the tokens' numbers, as a string of digits) and `segments` (of the tokens) say so.
-    Also with a memory: `gate`, `tokenGate`, `share`, and `memory` (norms)."""
+    """`layer`, `kind` and, with heads, `weights`: of each head those of query after query, from the
+    first key to the query itself, NaN where it sees nothing, as base64 of little-endian bfloat16.
+    They are the memory's where the key is in the memory: `fates` (per head and segment the tokens'
+    numbers, as a string of digits) and `segments` (of the tokens) say so. Also with a memory:
+    `gate`, `tokenGate`, `share`, and `memory` (norms)."""
     found: dict = {"layer": layer.layer, "kind": layer.kind}
     if layer.weights is None:
         return found
-    known = {name: tensor if name == "gate" else tensor[row] for name, tensor in layer.tensors.items()}
+    known = {
+        name: tensor if name == "gate" else tensor[row] for name, tensor in layer.tensors.items()
+    }
     weights = known["weights"].masked_fill(known["scores"].isinf(), torch.nan)
     if "gate" in known:
         segments, fates = known["segments"], known["fates"]
         stop = int(segments.max()) + 2
         weights = torch.where(fates[:, segments] == MEMORY, known["memory_weights"], weights)
         found |= {"segments": segments.tolist(), "gate": _numbers(known["gate"])}
-        found |= {"tokenGate": _numbers(known["token_gate"]), "share": _numbers(known["memory_share"])}
+        found |= {
+            "tokenGate": _numbers(known["token_gate"]),
+            "share": _numbers(known["memory_share"]),
+        }
         found["memory"] = _numbers(known["memory_norm"][:, :stop])
-        found["fates"] = [["".join(map(str, moment)) for moment in head] for head in fates[:, :stop].tolist()]
+        found["fates"] = [
+            ["".join(map(str, moment)) for moment in head] for head in fates[:, :stop].tolist()
+        ]
     below = torch.ones(weights.shape[1:], dtype=torch.bool).tril()
     packed = [head[below].bfloat16().view(torch.int16).numpy().astype("<i2") for head in weights]
-    return found | {"weights": [base64.b64encode(numbers.tobytes()).decode("ascii") for numbers in packed]}
+    return found | {
+        "weights": [base64.b64encode(numbers.tobytes()).decode("ascii") for numbers in packed]
+    }
 
 
 def _text(name: str) -> str:

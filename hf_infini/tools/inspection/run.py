@@ -1,7 +1,9 @@
-"""Runs a model once and collects what its heads did, with functions that write the weights down: one where a model of
-transformers looks for its attention, and one where a layer with a memory looks for its backend.
+"""Runs a model once and collects what its heads did, with functions that write the weights down:
+one where a model of transformers looks for its attention, and one where a layer with a memory looks
+for its backend.
 
-Shapes: `B` batch, `H` heads, `K` key/value heads, `T` tokens, `S` segments, `C` slots of one, `D` head dimension.
+Shapes: `B` batch, `H` heads, `K` key/value heads, `T` tokens, `S` segments, `C` slots of one, `D`
+head dimension.
 """
 
 import contextlib
@@ -11,7 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.masking_utils import sdpa_mask
 
 from ...compat.execution_device import device_of
@@ -37,18 +44,22 @@ def inspect_attention(
     *,
     layers: Sequence[int] | None = None,
 ) -> Inspection:
-    """Runs a model once, without a cache, in evaluation mode, leaves it as it was, and returns what every head of it did.
+    """Runs a model once, without a cache, in evaluation mode, leaves it as it was, and returns what
+    every head of it did.
 
     Args:
-        model: a decoder that [`hf_infini.patch_model`] takes, with a memory (in all layers or some) or without, or a
-            `causal_mha` model; with any head or none; PEFT's wrapper around one.
-        inputs: a text (which needs the tokenizer, and no special tokens are added), token ids `[batch, tokens]` without
-            padding, or what the model takes by name: `input_ids` with `position_ids`, in which 0 begins a document.
+        model: a decoder that [`hf_infini.patch_model`] takes, with a memory (in all layers or some)
+            or without, or a `causal_mha` model; with any head or none; PEFT's wrapper around one.
+        inputs: a text (which needs the tokenizer, and no special tokens are added), token ids
+            `[batch, tokens]` without padding, or what the model takes by name: `input_ids` with
+            `position_ids`, in which 0 begins a document.
         tokenizer: makes the labels readable; without it they are the ids.
-        layers: numbers of the layers to keep; `None`: all. A layer takes 12 · batch · heads · tokens² bytes and more.
+        layers: numbers of the layers to keep; `None`: all. A layer takes 12 · batch · heads ·
+            tokens² bytes and more.
 
     Raises:
-        ValueError: a model of another kind, no such layer, a text without a tokenizer, or padded rows.
+        ValueError: a model of another kind, no such layer, a text without a tokenizer, or padded
+            rows.
     """
     base = decoder_of(model)
     scratch = base.config.attention if base.config.model_type == "causal_mha" else None
@@ -59,18 +70,29 @@ def inspect_attention(
         raise ValueError(f"layers must be numbers from 0 to {every[-1]}; got {wanted}.")
     if isinstance(inputs, str):
         if tokenizer is None:
-            raise ValueError("a text needs the model's tokenizer: inspect_attention(model, text, tokenizer).")
+            raise ValueError(
+                "a text needs the model's tokenizer: inspect_attention(model, text, tokenizer)."
+            )
         inputs = tokenizer(inputs, add_special_tokens=False, return_tensors="pt")
     inputs = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
     if "attention_mask" in inputs and not bool(inputs["attention_mask"].all()):
-        raise ValueError("only rows without padding can be inspected: give texts of different lengths one after the other.")
+        raise ValueError(
+            "only rows without padding can be inspected: give texts of different "
+            "lengths one after the other."
+        )
     device, names = device_of(base.get_input_embeddings()), ("input_ids", "position_ids")
     given = {name: inputs[name].to(device) for name in names if name in inputs}
     watched = {number: attention for number, attention in enumerate(attentions) if number in wanted}
     caught, kinds, found = _caught_parts(base, watched, given), layer_kinds(base.config), {}
     for number in wanted:
         parts = caught.get(number, {})
-        kind = "infini" if "gate" in parts else "global" if kinds[number] == "full_attention" else "local"
+        kind = (
+            "infini"
+            if "gate" in parts
+            else "global"
+            if kinds[number] == "full_attention"
+            else "local"
+        )
         found[number] = LayerInspection(number, scratch or kind, parts)
     ids = given["input_ids"].cpu()
     texts = [token_texts(tokenizer, row) for row in ids.tolist()]
@@ -80,14 +102,28 @@ def inspect_attention(
 def _caught_parts(
     base: PreTrainedModel, layers: Mapping[int, nn.Module], given: Mapping[str, Tensor]
 ) -> dict[int, dict[str, Tensor]]:
-    """Calls the model with what is given, and returns the parts of these attention modules, by their numbers: `output`, and
-    what [`softmax_parts`] or [`_memory_parts`] return, on the CPU. Other layers compute as usual."""
+    """Calls the model with what is given, and returns the parts of these attention modules, by
+    their numbers: `output`, and what [`softmax_parts`] or [`_memory_parts`] return, on the CPU.
+    Other layers compute as usual."""
     found: dict[int, dict[str, Tensor]] = {}
     running: list[int] = []  # the number of the layer to look into, while it runs
 
-    def attention(module, query, key, value, attention_mask, *, scaling=None, softcap=None, s_aux=None, **others):
+    def attention(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        *,
+        scaling=None,
+        softcap=None,
+        s_aux=None,
+        **others,
+    ):
         if s_aux is not None:
-            raise ValueError(f"cannot inspect a {type(module).__name__}: its softmax also counts learned sinks.")
+            raise ValueError(
+                f"cannot inspect a {type(module).__name__}: its softmax also counts learned sinks."
+            )
         parts = softmax_parts(query, key, value, attention_mask, scaling, softcap)
         found.update(dict.fromkeys(running, parts))
         return parts["heads"].to(value.dtype).transpose(1, 2), None
@@ -100,10 +136,16 @@ def _caught_parts(
 
     def end(module, args, given, output):
         number = running.pop()
-        if isinstance(module, CausalMultiHeadAttention) and number not in found:  # it has no use for the interface
-            found[number] = module.parts(args[0], mask=given["mask"], position_ids=given["position_ids"])._asdict()
+        # it has no use for the interface
+        if isinstance(module, CausalMultiHeadAttention) and number not in found:
+            found[number] = module.parts(
+                args[0], mask=given["mask"], position_ids=given["position_ids"]
+            )._asdict()
         if number not in found:
-            raise ValueError(f"cannot inspect layer {number}: a {type(module).__name__} computes attention in its own way.")
+            raise ValueError(
+                f"cannot inspect layer {number}: a {type(module).__name__} computes "
+                "attention in its own way."
+            )
         found[number]["output"] = output[0] if isinstance(output, tuple) else output
         found[number] = {name: _widen(tensor).cpu() for name, tensor in found[number].items()}
 
@@ -111,9 +153,13 @@ def _caught_parts(
     AttentionMaskInterface.register(INTERFACE, sdpa_mask)
     with contextlib.ExitStack() as stack:
         for number, module in layers.items():
-            stack.enter_context(module.register_forward_pre_hook(lambda *_, number=number: running.append(number)))
+            stack.enter_context(
+                module.register_forward_pre_hook(lambda *_, number=number: running.append(number))
+            )
             stack.enter_context(module.register_forward_hook(end, with_kwargs=True))
-        stack.callback(setattr, base.config, "_attn_implementation", base.config._attn_implementation)
+        stack.callback(
+            setattr, base.config, "_attn_implementation", base.config._attn_implementation
+        )
         base.config._attn_implementation = INTERFACE
         with in_evaluation(base), forced_backend(run):
             base(**given, use_cache=False)
@@ -121,26 +167,39 @@ def _caught_parts(
 
 
 def softmax_parts(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
 ) -> dict[str, Tensor]:
-    """Scores, weights and heads of softmax(scaling · Q Kᵀ) V, of query `[B, H, T, D]` and key `[B, K, T, D]` as they are
-    compared, and value `[B, K, T, D]`; mask: bool, True = visible, broadcast; `None`: what causality leaves."""
+    """Scores, weights and heads of softmax(scaling · Q Kᵀ) V, of query `[B, H, T, D]` and key `[B,
+    K, T, D]` as they are compared, and value `[B, K, T, D]`; mask: bool, True = visible, broadcast;
+    `None`: what causality leaves."""
     groups = query.shape[1] // key.shape[1]
-    query, key, value = _widen(query), *(_widen(part).repeat_interleave(groups, 1) for part in (key, value))
+    query, key, value = (
+        _widen(query),
+        *(_widen(part).repeat_interleave(groups, 1) for part in (key, value)),
+    )
     if mask is None:
         mask = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
-    scores, weights = visible_softmax(masked_scores(query, key, None, ScoreOptions(scaling, softcap=softcap)), mask)
+    scores, weights = visible_softmax(
+        masked_scores(query, key, None, ScoreOptions(scaling, softcap=softcap)), mask
+    )
     return {"scores": scores, "weights": weights, "heads": weights @ value}
 
 
 def _memory_parts(call: AttentionCall) -> dict[str, Tensor]:
-    """What the heads of a layer with a memory did, in a call that begins its rows. A closed gate gives the local attention,
-    an open one what the memory reads (equation 5). Both are linear in the values: of unit vectors they are the weights."""
+    """What the heads of a layer with a memory did, in a call that begins its rows. A closed gate
+    gives the local attention, an open one what the memory reads (equation 5). Both are linear in
+    the values: of unit vectors they are the weights."""
     widened: Any = (None if part is None else _widen(part) for part in call.tokens)
     call, gate = call._replace(tokens=Projections(*widened)), _widen(call.gate)
     local, weights, _ = _attended(call, torch.full_like(gate, -torch.inf))
     memory, memory_weights, held = _attended(call, torch.full_like(gate, torch.inf))
-    has_memory = (memory_weights != weights).any(-1, keepdim=True)  # before, both are the local attention
+    # before, both are the local attention
+    has_memory = (memory_weights != weights).any(-1, keepdim=True)
     memory, memory_weights = memory * has_memory, memory_weights * has_memory
     share = torch.sigmoid(gate)[:, None, None] * has_memory
     memory_part, local_part = share * memory, (1 - share) * local
@@ -167,8 +226,9 @@ def _memory_parts(call: AttentionCall) -> dict[str, Tensor]:
 
 
 def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Equation 5 with these logits: heads `[B, H, T, D]`, what each token's value weighs in them, `[B, H, T, T]`, and the
-    memory that each segment reads, and the one after the last, `[B, K, S + 1, D, D + T]`: of the values, then of tokens."""
+    """Equation 5 with these logits: heads `[B, H, T, D]`, what each token's value weighs in them,
+    `[B, H, T, T]`, and the memory that each segment reads, and the one after the last, `[B, K, S +
+    1, D, D + T]`: of the values, then of tokens."""
     value, (batch, kv_heads, count, _) = call.tokens.value, call.tokens.key.shape
     units = torch.eye(count, dtype=value.dtype, device=value.device).expand(batch, kv_heads, -1, -1)
     tokens, held = call.tokens._replace(value=torch.cat([value, units], -1)), []
@@ -180,28 +240,38 @@ def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     made = {"rule": call.rule, "weighted": tokens.log_weight is not None}
     state = InfiniState.initial(tokens.key, tokens.value, *call.layout.window_sizes, **made)
-    call = call._replace(tokens=tokens, gate=gate, state=state, rule=Watched(**vars(call.rule)), return_state=True)
+    call = call._replace(
+        tokens=tokens, gate=gate, state=state, rule=Watched(**vars(call.rule)), return_state=True
+    )
     attended: Any = attend_grid(call)
     heads, weights = attended[0].split([value.shape[-1], count], -1)
     return heads, weights, torch.cat([*held, attended[1].memory.unsqueeze(1)], 1).transpose(1, 2)
 
 
 def _scores(call: AttentionCall, weights: Tensor) -> Tensor:
-    """`[B, H, T, T]`, of which these are the softmax: that of a token with itself says what all others of its row are."""
+    """`[B, H, T, T]`, of which these are the softmax: that of a token with itself says what all
+    others of its row are."""
     softmax, query = call.softmax, call.tokens.query
     key = call.tokens.key.repeat_interleave(query.shape[1] // call.tokens.key.shape[1], 1)
     place = slice(0, 1)  # both in the same place of the window, whichever it is
-    own = (softmax.compared(query, place) * softmax.compared(key, place)).sum(-1) * softmax.scaling_of(query)
+    own = (softmax.compared(query, place) * softmax.compared(key, place)).sum(
+        -1
+    ) * softmax.scaling_of(query)
     own = own if softmax.softcap is None else (own / softmax.softcap).tanh() * softmax.softcap
-    log_sum = own - weights.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(weights.dtype).tiny).log()
+    log_sum = (
+        own - weights.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(weights.dtype).tiny).log()
+    )
     return weights.log() + log_sum.unsqueeze(-1)
 
 
 def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
-    """`[B, K, S + 1, T]`, int8: where each token is, as a number of `FATES`, when each segment is read and after the last.
-    `segments`: of the tokens, `[B, T]`; `taken_in`: by the memory, `[B, K, S + 1, T]` bool."""
+    """`[B, K, S + 1, T]`, int8: where each token is, as a number of `FATES`, when each segment is
+    read and after the last. `segments`: of the tokens, `[B, T]`; `taken_in`: by the memory, `[B, K,
+    S + 1, T]` bool."""
     moments = torch.arange(layout.segments + 1, device=segments.device)
-    latest = moments.minimum(layout.document[:, -1:] + layout.tokens_seen.unsqueeze(1) // layout.segment_length)
+    latest = moments.minimum(
+        layout.document[:, -1:] + layout.tokens_seen.unsqueeze(1) // layout.segment_length
+    )
     ago = latest.unsqueeze(2) - segments.unsqueeze(1)  # [B, S + 1, T], in segments
     document = layout.document.expand(len(segments), -1)
     here = (ago >= 0) & (document.unsqueeze(2) == document.gather(1, segments).unsqueeze(1))
@@ -216,4 +286,8 @@ def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if tensor.is_floating_point() else tensor
+    return (
+        tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        if tensor.is_floating_point()
+        else tensor
+    )

@@ -1,4 +1,5 @@
-"""MQAR: rows that are zoology's, a model that a loop can follow, a loss of labelled places, runs that go on after a kill."""
+"""MQAR: rows that are zoology's, a model that a loop can follow, a loss of labelled places, runs
+that go on after a kill."""
 
 import hashlib
 import json
@@ -16,15 +17,38 @@ from associative_recall.training import summarize, train
 from bad_input import refused
 from running import kill_when, load_recipe, run_recipe
 
-# The first 16 digits of the SHA-256 of inputs and labels (as little-endian 64-bit integers) that zoology's multiquery_ar, at
-# commit d88d6f5, made after torch.manual_seed(seed): of length, pairs, rows, vocabulary and seed
+# The first 16 digits of the SHA-256 of inputs and labels (as little-endian 64-bit integers) that
+# zoology's multiquery_ar, at commit d88d6f5, made after torch.manual_seed(seed): of length, pairs,
+# rows, vocabulary and seed
 OF_ZOOLOGY = {
     (64, 4, 50, 8192, 7): ("a5e078dbcebdc8fa", "723845c11b484ccb"),
     (256, 64, 5, 8192, 4_000_000_000): ("c1b10766344372b7", "3e4936917bd6be3d"),
     (16, 3, 4, 33, 1): ("822fbbb25745c51e", "bf55d573eb9b9dcf"),
 }
-TINY = ["--vocabulary", 40, "--train", "16x2x40", "24x3x20", "--test", "16x2x10", "32x4x6", "--batch_size", 8]
-TINY += ["--d_model", 16, "--segment_length", 8, "--window", 4, "--use_cpu", "true", "--learning_rates", 0.01]
+TINY = [
+    "--vocabulary",
+    40,
+    "--train",
+    "16x2x40",
+    "24x3x20",
+    "--test",
+    "16x2x10",
+    "32x4x6",
+    "--batch_size",
+    8,
+]
+TINY += [
+    "--d_model",
+    16,
+    "--segment_length",
+    8,
+    "--window",
+    4,
+    "--use_cpu",
+    "true",
+    "--learning_rates",
+    0.01,
+]
 
 
 def labels_of(rows: Rows) -> torch.Tensor:
@@ -40,20 +64,40 @@ def test_rows_and_seeds_are_those_of_zoology():
     for (length, pairs, count, vocabulary, seed), digests in OF_ZOOLOGY.items():
         rows = make_rows(Part(length, pairs, count), vocabulary, seed)
         assert (digest(rows.inputs), digest(labels_of(rows))) == digests
-    train, test = seeds_of(123, 5, 7)  # of `prepare_data`, five parts of the training and seven of the tests
+    # of `prepare_data`, five parts of the training and seven of the tests
+    train, test = seeds_of(123, 5, 7)
     assert train == [843828734, 914636141, 1228959102, 1840268610, 974319580]
-    assert test == [2967327842, 2367878886, 3088727057, 3090095699, 4256823402, 3964712059, 3350193721]
+    assert test == [
+        2967327842,
+        2367878886,
+        3088727057,
+        3090095699,
+        4256823402,
+        3964712059,
+        3350193721,
+    ]
 
 
 def test_every_pair_is_asked_for_once_after_all_pairs():
     part = Part(64, 16, 20)
     rows = make_rows(part, 100, 3)
     keys, values = rows.inputs[:, 0:32:2], rows.inputs[:, 1:32:2]
-    assert torch.equal(rows.inputs.gather(1, rows.places), keys) and torch.equal(rows.values, values.long())
-    assert all(len(set(row)) == 16 for tensor in (keys, values, rows.places) for row in tensor.tolist())
-    assert 1 <= keys.min() and keys.max() < 50 <= values.min() and rows.places.min() >= 32 and not (rows.places % 2).any()
+    assert torch.equal(rows.inputs.gather(1, rows.places), keys) and torch.equal(
+        rows.values, values.long()
+    )
+    assert all(
+        len(set(row)) == 16 for tensor in (keys, values, rows.places) for row in tensor.tolist()
+    )
+    assert (
+        1 <= keys.min()
+        and keys.max() < 50 <= values.min()
+        and rows.places.min() >= 32
+        and not (rows.places % 2).any()
+    )
     batches = list(rows.batches(8))
-    assert [len(batch) for batch in batches] == [8, 8, 4] and torch.equal(batches[2].inputs, rows.inputs[16:])
+    assert [len(batch) for batch in batches] == [8, 8, 4] and torch.equal(
+        batches[2].inputs, rows.inputs[16:]
+    )
 
 
 def build(mixer: str, window: int = 4, **widths):
@@ -71,7 +115,10 @@ def naive(model, ids: list[int], window: int) -> torch.Tensor:
 
     def norm(name, vector):
         centred = vector - vector.mean()
-        return centred / (centred.square().mean() + 1e-5).sqrt() * parameters[f"{name}.weight"] + parameters[f"{name}.bias"]
+        return (
+            centred / (centred.square().mean() + 1e-5).sqrt() * parameters[f"{name}.weight"]
+            + parameters[f"{name}.bias"]
+        )
 
     def added(states, layer, mixed):
         states = [state + output for state, output in zip(states, mixed, strict=True)]
@@ -81,21 +128,35 @@ def naive(model, ids: list[int], window: int) -> torch.Tensor:
     inputs = [norm("norms.0.0", state) for state in states]
     taps, mixed = parameters["mixers.0.taps"], []
     for place, vector in enumerate(inputs):
-        convolved = sum(taps[back] * inputs[place - back] for back in range(min(3, place + 1))) + parameters["mixers.0.bias"]
+        convolved = (
+            sum(taps[back] * inputs[place - back] for back in range(min(3, place + 1)))
+            + parameters["mixers.0.bias"]
+        )
         mixed.append(convolved * linear("mixers.0.projection", vector) + vector)
     states = added(states, 0, mixed)
     inputs, mixed, heads = [norm("norms.1.0", state) for state in states], [], 2
-    queries, keys, values = ([linear(f"mixers.1.W_{name}", vector).view(heads, -1) for vector in inputs]
-                             for name in ("query", "key", "value"))  # fmt: skip
+    queries, keys, values = (
+        [linear(f"mixers.1.W_{name}", vector).view(heads, -1) for vector in inputs]
+        for name in ("query", "key", "value")
+    )
     for place, query in enumerate(queries):
         seen, outputs = range(max(0, place + 1 - window), place + 1), []
         for head in range(heads):
-            scores = torch.stack([query[head] @ keys[other][head] for other in seen]) / math.sqrt(query.shape[1])
+            scores = torch.stack([query[head] @ keys[other][head] for other in seen]) / math.sqrt(
+                query.shape[1]
+            )
             weights = scores.exp() / scores.exp().sum()
-            outputs.append(sum(weight * values[other][head] for weight, other in zip(weights, seen, strict=True)))
+            outputs.append(
+                sum(
+                    weight * values[other][head]
+                    for weight, other in zip(weights, seen, strict=True)
+                )
+            )
         mixed.append(linear("mixers.1.out_proj", torch.cat(outputs)))
     states = added(states, 1, mixed)
-    return torch.stack([parameters["embedding.weight"] @ norm("last_norm", state) for state in states])
+    return torch.stack(
+        [parameters["embedding.weight"] @ norm("last_norm", state) for state in states]
+    )
 
 
 @pytest.mark.parametrize(("mixer", "window"), [("attention", 99), ("window", 4)])
@@ -120,8 +181,10 @@ def test_the_loss_and_its_gradients_are_those_of_all_logits(monkeypatch):
     tensors = [torch.randn(9, 6, requires_grad=True), torch.randn(50, 6, requires_grad=True)]
     values = torch.randint(50, (9,))
     gradients = []
-    for loss in (lambda states, weight: F.cross_entropy(states @ weight.T, values),
-                 lambda states, weight: models.LabelledLoss.apply(states, weight, values)):  # fmt: skip
+    for loss in (
+        lambda states, weight: F.cross_entropy(states @ weight.T, values),
+        lambda states, weight: models.LabelledLoss.apply(states, weight, values),
+    ):
         gradients.append((loss(*tensors), *torch.autograd.grad(3 * loss(*tensors), tensors)))
     for found, wanted in zip(*gradients, strict=True):
         torch.testing.assert_close(found, wanted)
@@ -131,15 +194,18 @@ def test_the_loss_and_its_gradients_are_those_of_all_logits(monkeypatch):
 
 
 def test_bytes_of_state():
-    """A memory of [2, 8, 8] and its normaliser, and a window of 8 keys and values, in float64; counters have some bytes."""
+    """A memory of [2, 8, 8] and its normaliser, and a window of 8 keys and values, in float64;
+    counters have some bytes."""
     assert build("attention").state_bytes(20) == 2 * 20 * 16 * 8
     assert build("window").state_bytes(20) == 2 * 3 * 16 * 8
     linear, gated = build("linear").state_bytes(20), build("gated_delta").state_bytes(20)
     of_memory = (2 * 8 * 8 + 2 * 8 + 2 * 8 * 16) * 8
     assert of_memory <= linear < of_memory + 64
-    assert linear == build("linear").state_bytes(500) and gated < linear + 8 * 2 * 2 * 8  # no normaliser, but α and β
+    # no normaliser, but α and β
+    assert linear == build("linear").state_bytes(500) and gated < linear + 8 * 2 * 2 * 8
     assert build("linear+conv").state_bytes(20) == linear + 3 * 16 * 8
-    narrow = build("linear", value_dim=6).state_bytes(20)  # two values fewer in the memory, and in the window
+    # two values fewer in the memory, and in the window
+    narrow = build("linear", value_dim=6).state_bytes(20)
     assert linear - narrow == (2 * 8 * 2 + 2 * 8 * 2) * 8
 
 
@@ -155,49 +221,73 @@ def test_the_memory_does_not_decay():
 
 def test_the_interval_counts_rows_that_answer_alike_as_one_answer():
     together, apart = torch.tensor([0.0, 1.0] * 50), torch.tensor([0.5, 0.4, 0.6] * 33 + [0.5])
-    wide, narrow, all_right = (summarize(shares.double()) for shares in (together, apart, torch.ones(100)))
-    assert wide["accuracy"] == 0.5 and narrow["accuracy"] == pytest.approx(0.5) and wide["rows"] == 100
-    assert wide["low"] == pytest.approx(0.404, abs=1e-3) and narrow["low"] == pytest.approx(0.484, abs=1e-3)
+    wide, narrow, all_right = (
+        summarize(shares.double()) for shares in (together, apart, torch.ones(100))
+    )
+    assert (
+        wide["accuracy"] == 0.5 and narrow["accuracy"] == pytest.approx(0.5) and wide["rows"] == 100
+    )
+    assert wide["low"] == pytest.approx(0.404, abs=1e-3) and narrow["low"] == pytest.approx(
+        0.484, abs=1e-3
+    )
     assert all_right["high"] == 1 and all_right["low"] == pytest.approx(0.963, abs=1e-3)
 
 
 def test_the_training_is_that_of_zoology(tmp_path):
-    """AdamW, torch's cosine over epochs, batches in their order, the cross-entropy of all logits; with dropout."""
+    """AdamW, torch's cosine over epochs, batches in their order, the cross-entropy of all logits;
+    with dropout."""
     training, tests = make_all_rows([Part(16, 2, 20), Part(24, 3, 10)], [Part(16, 2, 4)], 40, 5)
     model, plain = build("attention").float(), build("attention").float()
     options = SimpleNamespace(epochs=3, batch_size=8, stop_above=1, precision="float32", seed=5)
     history = train(model, training, tests, options, 0.01, tmp_path / "state.pt")
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
-    batches = [(rows.inputs[k : k + 8], labels_of(rows)[k : k + 8]) for rows in training for k in range(0, len(rows), 8)]
+    batches = [
+        (rows.inputs[k : k + 8], labels_of(rows)[k : k + 8])
+        for rows in training
+        for k in range(0, len(rows), 8)
+    ]
     for epoch in range(3):
         losses = []
         for place, (inputs, labels) in enumerate(batches):
             torch.manual_seed(5 + epoch * len(batches) + place)
             optimizer.zero_grad()
-            losses.append(F.cross_entropy((plain(inputs) @ plain.embedding.weight.T).flatten(0, 1), labels.flatten()))
+            losses.append(
+                F.cross_entropy(
+                    (plain(inputs) @ plain.embedding.weight.T).flatten(0, 1), labels.flatten()
+                )
+            )
             losses[-1].backward()
             optimizer.step()
         schedule.step()
-        assert history[epoch]["loss"] == pytest.approx(sum(loss.item() for loss in losses) / len(batches), rel=1e-5)
+        assert history[epoch]["loss"] == pytest.approx(
+            sum(loss.item() for loss in losses) / len(batches), rel=1e-5
+        )
     for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)  # Adam makes steps of 0.01 of whatever is not 0
+        # Adam makes steps of 0.01 of whatever is not 0
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_steps_in_graphs_are_those_without(tmp_path, monkeypatch):
-    """Losses and weights, with dropout, smaller last batches, and after a restart that began on the CPU."""
+    """Losses and weights, with dropout, smaller last batches, and after a restart that began on the
+    CPU."""
     training, tests = make_all_rows([Part(16, 2, 44), Part(24, 3, 12)], [Part(16, 2, 4)], 40, 5)
     options = SimpleNamespace(epochs=4, batch_size=8, stop_above=1, precision="float32", seed=5)
     found = []
     for steps in (trainings.GraphedSteps, trainings.Steps):
         monkeypatch.setattr(trainings, "GraphedSteps", steps)
-        file, once = tmp_path / f"{steps.__name__}.pt", SimpleNamespace(**{**vars(options), "epochs": 1})
+        file, once = (
+            tmp_path / f"{steps.__name__}.pt",
+            SimpleNamespace(**{**vars(options), "epochs": 1}),
+        )
         train(build("gated_delta").float(), training, tests, once, 0.01, file)
         model = build("gated_delta").float().cuda()
         history = train(model, training, tests, options, 0.01, file)
         found.append(([line["loss"] for line in history], [*model.parameters()]))
-    assert found[0][0] == found[1][0] and all(torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True))
+    assert found[0][0] == found[1][0] and all(
+        torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True)
+    )
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
@@ -210,26 +300,63 @@ def test_all_mixers_train_and_are_compared(tmp_path):
     shown = run_recipe("mqar", "--mixers", *mixers, *options).stdout
     assert (tmp_path / "table.md").read_text(encoding="utf-8") == shown
     assert [shown.count(f"| {mixer}-d16-h2") for mixer in mixers] == [1] * len(mixers)
-    results = [json.loads(file.read_text(encoding="utf-8")) for file in tmp_path.glob("*/result.json")]
+    results = [
+        json.loads(file.read_text(encoding="utf-8")) for file in tmp_path.glob("*/result.json")
+    ]
     assert {result["mixer"] for result in results} == set(mixers)
     for result in results:
-        assert [(test["length"], test["pairs"], test["questions"]) for test in result["tests"]] == [(16, 2, 20), (32, 4, 24)]
-        assert result["tokens"] == 40 * 16 + 20 * 24 and result["epochs"] == 1 and not result["diverged"]
+        assert [(test["length"], test["pairs"], test["questions"]) for test in result["tests"]] == [
+            (16, 2, 20),
+            (32, 4, 24),
+        ]
+        assert (
+            result["tokens"] == 40 * 16 + 20 * 24
+            and result["epochs"] == 1
+            and not result["diverged"]
+        )
         assert 0 <= result["low"] <= result["accuracy"] <= result["high"] <= 1
     again = run_recipe("mqar", "--mixers", "attention", *options)
     assert again.stdout == shown and "attention-d16-h2-float32-lr0.01: finished" in again.stderr
     assert "making" not in again.stderr
-    worse = run_recipe("mqar", "--mixers", "attention", *options, "--learning_rates", 0.01, 1e-9).stdout
+    worse = run_recipe(
+        "mqar", "--mixers", "attention", *options, "--learning_rates", 0.01, 1e-9
+    ).stdout
     assert worse == shown  # of two learning rates, the better one is shown
 
 
 def test_attention_learns_to_recall_and_diverges_at_a_rate_too_high(tmp_path):
     """What is recalled is in the row only: a guess among its values is right one time in two."""
-    options = [*TINY, "--train", "16x2x4000", "--test", "16x2x200", "--batch_size", 32, "--epochs", 6, "--stop_above", 0.9]
+    options = [
+        *TINY,
+        "--train",
+        "16x2x4000",
+        "--test",
+        "16x2x200",
+        "--batch_size",
+        32,
+        "--epochs",
+        6,
+        "--stop_above",
+        0.9,
+    ]
     run_recipe("mqar", "--mixers", "attention", *options, "--out", tmp_path)
     result = json.loads(next(tmp_path.glob("*/result.json")).read_text(encoding="utf-8"))
-    assert result["accuracy"] > 0.9 and [line["accuracy"] > 0.9 for line in result["history"][:-1]].count(True) == 0
-    run_recipe("mqar", "--mixers", "attention", *TINY, "--learning_rates", 1e30, "--epochs", 3, "--out", tmp_path / "broken")
+    assert (
+        result["accuracy"] > 0.9
+        and [line["accuracy"] > 0.9 for line in result["history"][:-1]].count(True) == 0
+    )
+    run_recipe(
+        "mqar",
+        "--mixers",
+        "attention",
+        *TINY,
+        "--learning_rates",
+        1e30,
+        "--epochs",
+        3,
+        "--out",
+        tmp_path / "broken",
+    )
     result = json.loads(next(tmp_path.glob("broken/*/result.json")).read_text(encoding="utf-8"))
     assert result["diverged"] and result["epochs"] == 1 and result["history"][0]["loss"] is None
 
@@ -239,12 +366,23 @@ def test_killed_it_goes_on_and_ends_the_same(tmp_path):
     options = ["--mixers", "gated_delta", *TINY, "--train", "16x2x400", "--epochs", 3]
     folder = "gated_delta-d16-h2-s8-float32-lr0.01"
     run_recipe("mqar", *options, "--out", tmp_path / "whole")
-    kill_when((tmp_path / "killed" / folder / "state.pt").exists, "mqar", *options, "--out", tmp_path / "killed")
+    kill_when(
+        (tmp_path / "killed" / folder / "state.pt").exists,
+        "mqar",
+        *options,
+        "--out",
+        tmp_path / "killed",
+    )
     assert not (tmp_path / "killed" / folder / "result.json").exists()
     assert "from epoch" in run_recipe("mqar", *options, "--out", tmp_path / "killed").stderr
     whole, killed = (weights(tmp_path / name / folder) for name in ("whole", "killed"))
-    assert whole.keys() == killed.keys() and all(torch.equal(whole[key], killed[key]) for key in whole)
-    results = [json.loads((tmp_path / name / folder / "result.json").read_text()) for name in ("whole", "killed")]
+    assert whole.keys() == killed.keys() and all(
+        torch.equal(whole[key], killed[key]) for key in whole
+    )
+    results = [
+        json.loads((tmp_path / name / folder / "result.json").read_text())
+        for name in ("whole", "killed")
+    ]
     for result in results:
         result["history"] = [{**line, "seconds": None} for line in result["history"]]
     assert results[0]["history"] == results[1]["history"]
@@ -266,7 +404,10 @@ REFUSED = [
 
 
 def test_what_is_refused(capsys, tmp_path):
-    main, argv = load_recipe("mqar").main, ["--mixers", "attention", "gated_delta", *TINY, "--out", tmp_path]
+    main, argv = (
+        load_recipe("mqar").main,
+        ["--mixers", "attention", "gated_delta", *TINY, "--out", tmp_path],
+    )
     for options, mentions in REFUSED:
         refused(main, [*argv, *options], capsys, *mentions, keeps=tmp_path)
     folder = tmp_path / "attention-d16-h2-float32-lr0.01"
@@ -275,4 +416,11 @@ def test_what_is_refused(capsys, tmp_path):
     refused(main, [*argv, "--seed", 1], capsys, "seed was 123 and is now 1", keeps=tmp_path)
     (folder / "result.json").unlink()
     (folder / "state.pt").write_bytes((folder / "state.pt").read_bytes()[:500])
-    refused(main, argv, capsys, f"cannot read {folder / 'state.pt'}", "delete it to train again", keeps=tmp_path)
+    refused(
+        main,
+        argv,
+        capsys,
+        f"cannot read {folder / 'state.pt'}",
+        "delete it to train again",
+        keeps=tmp_path,
+    )

@@ -21,7 +21,9 @@ TINY = ["--model", "tiny", "--dtypes", "float32", "--rounds", 2, "--threads", 1]
 
 
 def rows_of(file, part: str, work: str = "") -> list[dict]:
-    return [row for row in json.loads(file.read_text())["parts"][part] if row["work"].startswith(work)]
+    return [
+        row for row in json.loads(file.read_text())["parts"][part] if row["work"].startswith(work)
+    ]
 
 
 def measure(*argv) -> str:
@@ -35,7 +37,18 @@ def measure(*argv) -> str:
 def everything(tmp_path_factory):
     """One run of all parts on tiny sizes: what it printed, and its --out."""
     out = tmp_path_factory.mktemp("benchmark") / "deep" / "all.json"
-    options = ["--contexts", 40, 90, "--batches", 1, 3, "--contestants", "infini", "loop-split", "causal-sdpa"]
+    options = [
+        "--contexts",
+        40,
+        90,
+        "--batches",
+        1,
+        3,
+        "--contestants",
+        "infini",
+        "loop-split",
+        "causal-sdpa",
+    ]
     return measure(*TINY, *options, "--out", out), out
 
 
@@ -44,17 +57,27 @@ def test_the_layer_beside_others(everything):
     rows = rows_of(out, "attention", "one layer")
     assert [row["name"] for row in rows] == ["infini", "loop-split", "causal-sdpa"]
     for row in rows:
-        assert len(row["samples"]) == 2 and row["seconds_lowest"] <= row["seconds"] <= row["seconds_highest"]
+        assert (
+            len(row["samples"]) == 2
+            and row["seconds_lowest"] <= row["seconds"] <= row["seconds_highest"]
+        )
         assert row["ratio"] > 0 and "graph" not in row and "peak_bytes" not in row  # on a GPU only
     assert rows[0]["ratio"] == 1
-    assert "**one layer, forward and backward**" in printed and "| causal-sdpa |     64 |       8 | float32 |" in printed
+    assert (
+        "**one layer, forward and backward**" in printed
+        and ("| causal-sdpa |     64 |       8 | float32 |") in printed
+    )
 
 
 def test_training_steps(everything):
     _, out = everything
     rows = rows_of(out, "model", "training step, tiny")
-    assert [(row["tokens"], row["name"]) for row in rows] == [(n, name) for n in (40, 90) for name in models.KINDS]
-    assert all(row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"]) for row in rows)
+    assert [(row["tokens"], row["name"]) for row in rows] == [
+        (n, name) for n in (40, 90) for name in models.KINDS
+    ]
+    assert all(
+        row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"]) for row in rows
+    )
 
 
 def test_a_training_step_in_bfloat16_is_autocast():
@@ -64,7 +87,9 @@ def test_a_training_step_in_bfloat16_is_autocast():
     for dtype in ("float32", "bfloat16"):
         before = model.lm_head.weight.detach().clone()
         models.training_step(model, ids, dtype)()
-        assert model.lm_head.weight.dtype == torch.float32 and not torch.equal(model.lm_head.weight, before)
+        assert model.lm_head.weight.dtype == torch.float32 and not torch.equal(
+            model.lm_head.weight, before
+        )
     assert seen == [torch.float32, torch.bfloat16]
 
 
@@ -81,7 +106,16 @@ def test_a_new_token_after_long_contexts(everything):
 
 def test_a_checkpoint(tmp_path):
     decoder("llama").save_pretrained(tmp_path / "llama")
-    settings = ["--parts", "decoding", "--model", tmp_path / "llama", "--contexts", "50", "--out", tmp_path / "x.json"]
+    settings = [
+        "--parts",
+        "decoding",
+        "--model",
+        tmp_path / "llama",
+        "--contexts",
+        "50",
+        "--out",
+        tmp_path / "x.json",
+    ]
     measure(*TINY[2:], *settings)
     assert [row["name"] for row in rows_of(tmp_path / "x.json", "decoding")] == ["infini", "stock"]
 
@@ -112,7 +146,10 @@ def test_files_of_a_run(everything):
     content = json.loads(out.read_text())
     assert {"date", "hardware", "versions", "options", "threads"} <= content.keys()
     assert list(content["parts"]) == benchmark.PARTS and printed.endswith(f"{out}\n")
-    widths = [len({line.count("|") for line in table.splitlines() if "|" in line}) for table in printed.split("\n\n")]
+    widths = [
+        len({line.count("|") for line in table.splitlines() if "|" in line})
+        for table in printed.split("\n\n")
+    ]
     assert max(widths) == 1 and sum(widths) == 3  # attention, model, decoding
 
 
@@ -134,7 +171,10 @@ def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch):
         (["--shapes", "64x0"], "--shapes 64x0: give TOKENSxSEGMENT"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--contexts", "5", "-1"], "--contexts must be at least 1, got -1"),
-        (["--contestants", "infini", "loops"], "there is no loops; allowed are infini, infini-delta, "),
+        (
+            ["--contestants", "infini", "loops"],
+            "there is no loops; allowed are infini, infini-delta, ",
+        ),
         (["--device", "cuda"], "torch finds no GPU here"),
     ],
 )
@@ -150,7 +190,11 @@ def test_nothing_else_imports_the_benchmarks():
     """Whoever imports hf_infini waits for none of it."""
     files = [*(ROOT / "hf_infini").rglob("*.py"), *(ROOT / "recipes").glob("*/*.py")]
     files = [file for file in files if file.parent.name != "benchmarks"]
-    found = [file.name for file in files if re.search(r"^\s*(from|import) .*benchmark", file.read_text(), re.MULTILINE)]
+    found = [
+        file.name
+        for file in files
+        if re.search(r"^\s*(from|import) .*benchmark", file.read_text(), re.MULTILINE)
+    ]
     assert len(files) > 50 and not found
 
 
@@ -160,7 +204,11 @@ def test_rounds():
     times = measuring.alternate(runs, rounds=20, device="cpu", seed=1)
     assert all(len(values) == 20 for values in times.values())
     orders = {tuple(calls[begin : begin + 3]) for begin in range(6, 66, 3)}
-    assert calls[:6] == ["a", "b", "c"] * 2 and len(orders) > 2 and all(set(order) == set("abc") for order in orders)
+    assert (
+        calls[:6] == ["a", "b", "c"] * 2
+        and len(orders) > 2
+        and all(set(order) == set("abc") for order in orders)
+    )
     calls.clear()
     measuring.alternate({"a": runs["a"]}, rounds=1, device="cpu", sample_seconds=0.5)
     assert len(calls) > 3

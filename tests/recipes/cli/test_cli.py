@@ -56,12 +56,17 @@ def test_numbers_out_of_bounds_are_refused(config):
     def parsed(*argv):
         return parse_options(Bounded, description="A test.", argv=list(argv))[0]
 
-    assert parsed() == Bounded() and parsed("--share", "0", "--sizes", "1", "9") == Bounded(0, [1, 9])
+    assert parsed() == Bounded() and parsed("--share", "0", "--sizes", "1", "9") == Bounded(
+        0, [1, 9]
+    )
     for argv, message in (
         (["--share", "1"], "--share must be at least 0 and below 1, got 1.0"),
         (["--share", "-0.1"], "--share must be at least 0 and below 1, got -0.1"),
         (["--sizes", "3", "0"], "--sizes must be greater than 0 and at most 9, got 0"),
-        (["--config", config("sizes: [10]\n")], "--sizes must be greater than 0 and at most 9, got 10"),
+        (
+            ["--config", config("sizes: [10]\n")],
+            "--sizes must be greater than 0 and at most 9, got 10",
+        ),
     ):
         with pytest.raises(UserError) as refused:
             parsed(*argv)
@@ -71,7 +76,9 @@ def test_numbers_out_of_bounds_are_refused(config):
 def test_a_file_and_flags_above_it(config):
     path = config("out: folder\nrate: 1.0e-3\nlayers: [1, 2]\nshuffle: false\n")
     assert parse("--config", path) == Options("folder", 0.001, [1, 2], False)
-    assert parse("--rate", "2", "--config=" + path, "--shuffle") == Options("folder", 2.0, [1, 2], True)
+    assert parse("--rate", "2", "--config=" + path, "--shuffle") == Options(
+        "folder", 2.0, [1, 2], True
+    )
     assert parse("--config", config("out: x\nrate:\nlayers: null\n")) == Options("x")
     assert parse("--out", "x") == Options("x")
 
@@ -79,11 +86,20 @@ def test_a_file_and_flags_above_it(config):
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (UserError("there is no corpus in x: give --source"), "error: there is no corpus in x: give --source"),
+        (
+            UserError("there is no corpus in x: give --source"),
+            "error: there is no corpus in x: give --source",
+        ),
         (NotPossible("no"), "error: these model options do not go together: no"),
-        (OSError(28, "No space left on device", "runs/a"), "error: No space left on device: runs/a"),
+        (
+            OSError(28, "No space left on device", "runs/a"),
+            "error: No space left on device: runs/a",
+        ),
         (MemoryError(), "error: MemoryError: MemoryError (--traceback shows where)"),
-        (ModuleNotFoundError("x", name="peft"), "error: peft is not installed: pip install 'hf-infini[recipes]'"),
+        (
+            ModuleNotFoundError("x", name="peft"),
+            "error: peft is not installed: pip install 'hf-infini[recipes]'",
+        ),
         (ValueError("two\n lines"), "error: two lines"),
         (KeyError("name"), "error: KeyError: 'name' (--traceback shows where)"),
     ],
@@ -123,11 +139,14 @@ def test_nobody_reads_the_output_any_more(capsys):
 
     with pytest.raises(SystemExit) as stop:
         main([])
-    assert stop.value.code == 141 and capsys.readouterr().err == "stopped, as nobody reads the output any more: go on\n"
+    assert stop.value.code == 141 and capsys.readouterr().err == (
+        "stopped, as nobody reads the output any more: go on\n"
+    )
 
 
 def test_a_stopped_recipe_says_how_to_go_on(capsys):
-    restored = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts behind itself ignores it
+    # what a shell starts behind itself ignores it
+    restored = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     @exit_on_error(when_stopped="the same command goes on")
     def main(argv=None):
@@ -137,7 +156,9 @@ def test_a_stopped_recipe_says_how_to_go_on(capsys):
     with pytest.raises(SystemExit) as stop:
         main([])
     signal.signal(signal.SIGINT, restored)
-    assert stop.value.code == 130 and capsys.readouterr().err == "stopped by Ctrl-C: the same command goes on\n"
+    assert stop.value.code == 130 and capsys.readouterr().err == (
+        "stopped by Ctrl-C: the same command goes on\n"
+    )
 
 
 HELP = """
@@ -171,14 +192,20 @@ def flags_of(lines: list[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def helps() -> dict[str, list[str]]:
-    """The lines of each recipe's --help. torch and the models take seconds to import: none of them is."""
+    """The lines of each recipe's --help. torch and the models take seconds to import: none of them
+    is."""
     return texts("--help", RECIPES)
 
 
 def test_help_shows_the_docstring_as_it_is_written_and_every_option_in_a_group(helps):
     for recipe in RECIPES:
-        lines, written = helps[recipe.name], recipe.read_text(encoding="utf-8").split('"""')[1].splitlines()
-        assert lines[0].split()[0] == recipe.name and any(line.startswith("    python recipes/") for line in written)
+        lines, written = (
+            helps[recipe.name],
+            recipe.read_text(encoding="utf-8").split('"""')[1].splitlines(),
+        )
+        assert lines[0].split()[0] == recipe.name and any(
+            line.startswith("    python recipes/") for line in written
+        )
         begin = lines.index(written[0])
         assert lines[begin : begin + len(written)] == written
         groups = {}
@@ -187,7 +214,9 @@ def test_help_shows_the_docstring_as_it_is_written_and_every_option_in_a_group(h
                 groups[line[:-1]] = options = []
             elif line.startswith("  -"):
                 options.append(line.split()[0])
-        assert "options" not in groups and "optional arguments" not in groups and all(groups.values())
+        assert (
+            "options" not in groups and "optional arguments" not in groups and all(groups.values())
+        )
         assert groups["general"][0] == "-h," and len(groups) >= 3
         found = [name for options in groups.values() for name in options]
         assert len(found) == len(set(found))
@@ -197,7 +226,9 @@ def test_a_list_of_numbers_is_parsed_as_one_of_floats(config):
     argv = ["--kept_shares", "1", "0.5", "--layers", "0", "2"]
     (found,) = parse_options(ModelOptions, description="A test.", argv=argv)
     assert found.kept_shares == [1.0, 0.5] and found.layers == [0, 2]
-    (found,) = parse_options(ModelOptions, description="A test.", argv=["--config", config("kept_shares: [1, 0.5]\n")])
+    (found,) = parse_options(
+        ModelOptions, description="A test.", argv=["--config", config("kept_shares: [1, 0.5]\n")]
+    )
     assert found.kept_shares == [1.0, 0.5]
 
 
@@ -211,8 +242,12 @@ def test_the_commands_of_the_docstring_are_parsed(recipe, monkeypatch):
         parse_options(*classes, **arguments)
         raise Parsed
 
-    text = ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8")), clean=False).replace("\\\n", " ")
-    commands = re.findall(r"^    .*recipes/(\w+)\.py (.+)$", text.replace(" --config …", ""), re.MULTILINE)
+    text = ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8")), clean=False).replace(
+        "\\\n", " "
+    )
+    commands = re.findall(
+        r"^    .*recipes/(\w+)\.py (.+)$", text.replace(" --config …", ""), re.MULTILINE
+    )
     assert recipe.stem in dict(commands)
     for name, words in commands:
         module = load_recipe(name)
@@ -227,12 +262,24 @@ def test_the_help_of_train_is_short_and_help_all_has_the_rest(helps):
     shown, everything = flags_of(helps["train.py"]), flags_of(all_lines)
     assert len(shown) <= 35 and shown < everything
     text = "\n".join(all_lines)
-    options = {field.name: field for kind in (MemoryOptions, ScratchOptions) for field in dataclasses.fields(kind)}
+    options = {
+        field.name: field
+        for kind in (MemoryOptions, ScratchOptions)
+        for field in dataclasses.fields(kind)
+    }
     assert {f"--{name}" for name in options} <= everything  # as hf_infini tells them
-    for name, kind in {**typing.get_type_hints(MemoryOptions), **typing.get_type_hints(ScratchOptions)}.items():
+    for name, kind in {
+        **typing.get_type_hints(MemoryOptions),
+        **typing.get_type_hints(ScratchOptions),
+    }.items():
         if typing.get_origin(kind) is Literal and name not in ("attention", "position_encoding"):
             assert f"--{name} {{{','.join(typing.get_args(kind))}}}" in text
-    assert parse_options(ModelOptions, description="", argv=["--memory_conv", "3", "--rope_theta", "9"])[0].memory_conv == 3
+    assert (
+        parse_options(
+            ModelOptions, description="", argv=["--memory_conv", "3", "--rope_theta", "9"]
+        )[0].memory_conv
+        == 3
+    )
 
 
 def test_the_hub_is_not_asked_for_paths(tmp_path, monkeypatch):
@@ -240,6 +287,16 @@ def test_the_hub_is_not_asked_for_paths(tmp_path, monkeypatch):
     (tmp_path / "models" / "there").mkdir(parents=True)
     for name in ("gpt2", "user/model", "user/model/", ".", "models/there", "n" * 5000):
         check_name("--model", name)
-    for name in ("runs/infini", "models/infini", "a/b/c", "./infini", "/nowhere", "~/infini", r"C:\models\infini"):
-        with pytest.raises(UserError, match="--model: there is no folder .*; give the folder of a saved model"):
+    for name in (
+        "runs/infini",
+        "models/infini",
+        "a/b/c",
+        "./infini",
+        "/nowhere",
+        "~/infini",
+        r"C:\models\infini",
+    ):
+        with pytest.raises(
+            UserError, match="--model: there is no folder .*; give the folder of a saved model"
+        ):
             check_name("--model", name)

@@ -1,4 +1,5 @@
-"""Generated biographies: facts are where they are said to be, come back far off, and nothing else gives them away."""
+"""Generated biographies: facts are where they are said to be, come back far off, and nothing else
+gives them away."""
 
 import itertools
 import random
@@ -49,14 +50,27 @@ def test_facts_return_after_the_distance(distance):
         for answer in person_of(number)[0].answers.values():
             stated, recalled = places(answer, biography.text)
             assert recalled - stated - len(answer) >= distance
-        assert len(biography.text) < distance + 5000  # the opening, the return and the last paragraph of the middle
+        # the opening, the return and the last paragraph of the middle
+        assert len(biography.text) < distance + 5000
 
 
 def test_every_template_can_be_filled():
-    """Slots are spelled as the generator knows them: a rare template must not fail in the middle of a long run."""
+    """Slots are spelled as the generator knows them: a rare template must not fail in the middle of
+    a long run."""
     gender, used = SENTENCES["gender"], set()
     person = {*gender["m"], "first", "name", "made", "spouse", "so"}
-    chance = {"man", "woman", "family", "city", "district", "year", "later", "born", "month", "count"}
+    chance = {
+        "man",
+        "woman",
+        "family",
+        "city",
+        "district",
+        "year",
+        "later",
+        "born",
+        "month",
+        "count",
+    }
     assert gender["m"].keys() == gender["f"].keys()
 
     def slots(template):
@@ -68,11 +82,15 @@ def test_every_template_can_be_filled():
         assert {slot.rstrip("23") for slot in slots(topic)} <= person | chance, topic
     for fact in SENTENCES["facts"].values():
         for template in (*fact["statements"], *fact["returns"]):
-            assert template.count("{answer}") == 1 and slots(template) <= person | {"answer"}, template
+            assert template.count("{answer}") == 1 and slots(template) <= person | {"answer"}, (
+                template
+            )
         assert slots(fact["prompt"]) == {"name"}
     assert all(slots(closing) <= person for closing in SENTENCES["closings"])
     assert gender["m"].keys() <= used  # no word that agrees with nothing
-    assert {name for paragraph in SENTENCES["opening"] for name in paragraph["facts"]} == set(SENTENCES["facts"])
+    assert {name for paragraph in SENTENCES["opening"] for name in paragraph["facts"]} == set(
+        SENTENCES["facts"]
+    )
 
 
 def test_the_pieces_are_those_of_a_biography():
@@ -88,5 +106,7 @@ def test_the_pieces_are_those_of_a_biography():
 def test_paragraphs_leave_out_what_is_forbidden():
     rng, names = random.Random(0), portuguese_names()
     person = invent_person(rng, names)
-    text = "\n".join(itertools.islice(write_paragraphs(rng, names, person, re.compile("cartas|Salvador")), 200))
+    text = "\n".join(
+        itertools.islice(write_paragraphs(rng, names, person, re.compile("cartas|Salvador")), 200)
+    )
     assert "cartas" not in text and "Salvador" not in text and text.count("Fortaleza") > 0

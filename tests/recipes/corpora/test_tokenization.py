@@ -1,4 +1,5 @@
-"""Tokenizers: exact round trips, saved is what loads, and special tokens stand only where the caller puts them."""
+"""Tokenizers: exact round trips, saved is what loads, and special tokens stand only where the
+caller puts them."""
 
 import pytest
 from transformers import AutoTokenizer
@@ -9,9 +10,17 @@ from corpora.tokenization import build_character_tokenizer, encode_texts, load_t
 
 TEXTS = [document.text for document in biography_documents(20)]
 AWKWARD = [
-    "", " ", "  dois espaços , antes de vírgula .", "fim\r\n\r\n\ttab\x00\x07", "e\u0301 não é \u00e9", "🧑🏽‍🚀 ﷽ 漢字",
-    " <|endoftext|> <|pad|>", "d'água n't 's I 'm", "\ufeff\u200b\u00a0", "ÀÁÂ" * 300,
-]  # fmt: skip
+    "",
+    " ",
+    "  dois espaços , antes de vírgula .",
+    "fim\r\n\r\n\ttab\x00\x07",
+    "e\u0301 não é \u00e9",
+    "🧑🏽‍🚀 ﷽ 漢字",
+    " <|endoftext|> <|pad|>",
+    "d'água n't 's I 'm",
+    "\ufeff\u200b\u00a0",
+    "ÀÁÂ" * 300,
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +32,9 @@ def test_bpe_round_trip_is_exact_also_after_saving(bpe, tmp_path):
     bpe.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     for tokenizer in (bpe, loaded):
-        for text, ids in zip(AWKWARD + TEXTS, encode_texts(tokenizer, AWKWARD + TEXTS), strict=True):
+        for text, ids in zip(
+            AWKWARD + TEXTS, encode_texts(tokenizer, AWKWARD + TEXTS), strict=True
+        ):
             assert tokenizer.decode(ids) == text
         assert tokenizer.decode(tokenizer.encode(AWKWARD[2])) == AWKWARD[2]
         assert len(tokenizer) == tokenizer.vocab_size == 600
@@ -33,7 +44,9 @@ def test_bpe_round_trip_is_exact_also_after_saving(bpe, tmp_path):
             "<|pad|>",
         )
         assert tokenizer.eos_token_id != tokenizer.pad_token_id
-    assert [list(ids) for ids in encode_texts(loaded, TEXTS)] == [list(ids) for ids in encode_texts(bpe, TEXTS)]
+    assert [list(ids) for ids in encode_texts(loaded, TEXTS)] == [
+        list(ids) for ids in encode_texts(bpe, TEXTS)
+    ]
 
 
 def test_spelled_out_special_tokens_stay_text(bpe):
@@ -51,11 +64,24 @@ def test_bpe_vocabulary_sizes():
 def test_characters(tmp_path):
     tokenizer = build_character_tokenizer(["baça", "<é>\n"])
     assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == [
-        "<|endoftext|>", "<|pad|>", "<|unk|>", "\n", "<", ">", "a", "b", "ç", "é",
-    ]  # fmt: skip
+        "<|endoftext|>",
+        "<|pad|>",
+        "<|unk|>",
+        "\n",
+        "<",
+        ">",
+        "a",
+        "b",
+        "ç",
+        "é",
+    ]
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert (loaded.pad_token, loaded.unk_token, loaded.eos_token) == ("<|pad|>", "<|unk|>", "<|endoftext|>")
+    assert (loaded.pad_token, loaded.unk_token, loaded.eos_token) == (
+        "<|pad|>",
+        "<|unk|>",
+        "<|endoftext|>",
+    )
     (ids,) = encode_texts(loaded, ["aça\nbz"])
     assert loaded.convert_ids_to_tokens(ids) == ["a", "ç", "a", "\n", "b", "<|unk|>"]
     assert loaded.decode(encode_texts(loaded, ["<é>\n\nab ".replace(" ", "")])[0]) == "<é>\n\nab"

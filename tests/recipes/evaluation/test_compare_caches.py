@@ -1,4 +1,5 @@
-"""Caches of equal size: a cache that holds all of a text is the plain model, each way holds as many tokens, runs go on."""
+"""Caches of equal size: a cache that holds all of a text is the plain model, each way holds as many
+tokens, runs go on."""
 
 import json
 
@@ -23,8 +24,14 @@ NATS = ["--length", 100, "--rows", 3, "--count_from", 40]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model, an adapter with scores, and a text."""
-    path, tokenizer = tmp_path_factory.mktemp("caches"), build_character_tokenizer([TEXT + "The secret number is. Remember"])
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}  # not kept
+    path, tokenizer = (
+        tmp_path_factory.mktemp("caches"),
+        build_character_tokenizer([TEXT + "The secret number is. Remember"]),
+    )
+    # not kept
+    special = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")
+    }
     model = decoder("llama", vocab_size=len(tokenizer), max_position_embeddings=512, **special)
     model.save_pretrained(path / "model")
     tokenizer.save_pretrained(path / "model")
@@ -39,7 +46,16 @@ def folder(tmp_path_factory):
 
 def compare(folder, out, *options) -> dict:
     """Runs the recipe in this process and returns its JSON."""
-    given = ["--model", folder / "model", "--adapter", folder / "adapter", "--text", folder / "text.txt", "--device", "cpu"]
+    given = [
+        "--model",
+        folder / "model",
+        "--adapter",
+        folder / "adapter",
+        "--text",
+        folder / "text.txt",
+        "--device",
+        "cpu",
+    ]
     compare_caches.main([*map(str, given), *map(str, options), "--out", str(out)])
     return json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
 
@@ -51,12 +67,19 @@ def test_a_cache_that_holds_everything_is_the_plain_model(folder, tmp_path, caps
     assert plain["way"] == "plain" and len(found) == 1 + 2 * 5 and plain["beyond_count"] == 60
     for each in others:
         # float32 sums in another order; of 60 tokens, 3 to 5 nats each
-        assert (each["beyond"] == pytest.approx(plain["beyond"], rel=1e-5)) == (each["cache"] == 144), each["way"]
+        assert (each["beyond"] == pytest.approx(plain["beyond"], rel=1e-5)) == (
+            each["cache"] == 144
+        ), each["way"]
     small = [tuple(each["beyond"]) for each in others if each["cache"] == 32]
     assert len({*small}) == 5  # no way is another under a second name
     summaries = caches.summarize_nats(found)
-    assert summaries[0]["closed"] == 1 and summaries[0]["above"].low == summaries[0]["above"].high == 0
-    closed = {(each["way"], each["cache"]): summary["closed"] for each, summary in zip(found, summaries, strict=True)}
+    assert (
+        summaries[0]["closed"] == 1 and summaries[0]["above"].low == summaries[0]["above"].high == 0
+    )
+    closed = {
+        (each["way"], each["cache"]): summary["closed"]
+        for each, summary in zip(found, summaries, strict=True)
+    }
     assert closed["window", 32] == 0 and closed["half", 144] == pytest.approx(1, abs=1e-3)
     assert "| half, 144" in capsys.readouterr().out
     assert (tmp_path / "nats.png").read_bytes()[:4] == b"\x89PNG"
@@ -79,8 +102,13 @@ def test_a_run_goes_on_after_the_last_finished_contestant(folder, tmp_path, monk
         assert len(json.loads((tmp_path / "killed.cells.json").read_text())["cells"]) == 1
         found = compare(folder, tmp_path / "killed", *options)
     assert len(measured) == 3  # the first contestant was not measured again
-    assert [each["beyond"] for each in found["contestants"]] == [each["beyond"] for each in whole["contestants"]]
-    assert not (tmp_path / "killed.cells.json").exists() and not (tmp_path / "killed.part.json").exists()
+    assert [each["beyond"] for each in found["contestants"]] == [
+        each["beyond"] for each in whole["contestants"]
+    ]
+    assert (
+        not (tmp_path / "killed.cells.json").exists()
+        and not (tmp_path / "killed.part.json").exists()
+    )
 
 
 @pytest.mark.parametrize("window", ((), (512, 8)))
@@ -94,7 +122,10 @@ def test_each_way_holds_as_many_tokens(way, cache, window):
     assert cache - (options["segment_length"] if way == "window" else 1) < held <= cache
     assert cache % 2 or held == cache
     if window and way != "window":
-        assert (options["local_segments"], options["segment_length"]) == (7, min(512, cache // 2) // 8)
+        assert (options["local_segments"], options["segment_length"]) == (
+            7,
+            min(512, cache // 2) // 8,
+        )
 
 
 def test_the_layers_have_the_shares_of_an_adapter_and_hold_as_many_tokens(folder, tmp_path):
@@ -107,7 +138,9 @@ def test_the_layers_have_the_shares_of_an_adapter_and_hold_as_many_tokens(folder
         with caches.bounded(model, str(tmp_path), way, 64):
             assert model.config.kept_shares == (None if way == "window" else shares)
             held = {layer: places_of(*window) for layer, window in model.config.windows.items()}
-            assert inference.tokens_held(model.config) == 64 and (way == "window" or [*held.values()] == [50, 78, 92, 36])
+            assert inference.tokens_held(model.config) == 64 and (
+                way == "window" or [*held.values()] == [50, 78, 92, 36]
+            )
             # The fourth layer has sinks and window only: two segments of 16
             assert way == "window" or inference.first_beyond(model.config) == 32
 
@@ -120,29 +153,55 @@ def test_numbers_and_facts_are_counted_by_length(folder, tmp_path, monkeypatch):
         return score(model, examples, *args, **kwargs)
 
     monkeypatch.setattr(tasks, "score_answers", listened)
-    options = ["--task", "passkey", "--language", "en", "--lengths", 200, 240, "--depths", 0, 0.5, "--samples", 2]
-    found = compare(folder, tmp_path / "found", *options, "--ways", "plain", "half", "--caches", 256)["contestants"]
+    options = [
+        "--task",
+        "passkey",
+        "--language",
+        "en",
+        "--lengths",
+        200,
+        240,
+        "--depths",
+        0,
+        0.5,
+        "--samples",
+        2,
+    ]
+    found = compare(
+        folder, tmp_path / "found", *options, "--ways", "plain", "half", "--caches", 256
+    )["contestants"]
     for each in found:  # the cache holds everything
         pooled = caches.pooled(each["cells"])
         assert [(cell["place"], cell["samples"]) for cell in pooled] == [(200, 4), (240, 4)]
         losses = [cell["cross_entropy"] for cell in each["cells"]]
-        assert losses == pytest.approx([cell["cross_entropy"] for cell in found[0]["cells"]], rel=1e-4)
-    # All depths are one sample: each has other numbers, and all contestants and lengths have the same
+        assert losses == pytest.approx(
+            [cell["cross_entropy"] for cell in found[0]["cells"]], rel=1e-4
+        )
+    # All depths are one sample: each has other numbers, and all contestants and lengths have the
+    # same
     assert len(asked) == 16 and len({*asked}) == 4 and {*asked[:4]} == {*asked}
     assert (tmp_path / "found.png").stat().st_size > 1000
 
 
 def test_a_way_that_is_not_possible_is_named_and_the_others_are_shown(folder, tmp_path, capsys):
-    other = decoder("llama", vocab_size=61, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    other = decoder(
+        "llama", vocab_size=61, num_attention_heads=2, num_key_value_heads=1, head_dim=16
+    )
     patch_model(other, **caches.memory_options("half", 64))
     save_adapter(other, tmp_path / "other")
     options = [*NATS, "--ways", "half", "window", "--caches", 32, "--adapter", tmp_path / "other"]
     refused, window = compare(folder, tmp_path / "some", *options)["contestants"]
     assert "keep_weight" in refused["not_possible"] or "gate" in refused["not_possible"]
     printed = capsys.readouterr()
-    assert "half, 32: " in printed.err and "| window, 32" in printed.out and "| half" not in printed.out
+    assert (
+        "half, 32: " in printed.err
+        and "| window, 32" in printed.out
+        and "| half" not in printed.out
+    )
     # The model was the plain one again when the next way began
-    (same,) = compare(folder, tmp_path / "one", *NATS, "--ways", "window", "--caches", 32)["contestants"]
+    (same,) = compare(folder, tmp_path / "one", *NATS, "--ways", "window", "--caches", 32)[
+        "contestants"
+    ]
     assert window["beyond"] == same["beyond"]
 
 
@@ -152,7 +211,9 @@ def test_a_part_of_a_model_is_the_model_that_never_had_the_others(folder, tmp_pa
     window = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
 
     def parts(**options) -> dict[str, list[float]]:
-        model = patch_model(decoder("llama", vocab_size=len(tokenizer)), feature_map="exp", **window | options)
+        model = patch_model(
+            decoder("llama", vocab_size=len(tokenizer)), feature_map="exp", **window | options
+        )
         for layer in caches.memory_layers(model).values():
             if hasattr(layer, "keep_weight"):
                 torch.nn.init.normal_(layer.keep_weight, generator=torch.Generator().manual_seed(1))
@@ -166,19 +227,33 @@ def test_a_part_of_a_model_is_the_model_that_never_had_the_others(folder, tmp_pa
 
     found = parts(**kept)
     out = capsys.readouterr().out
-    assert "| no kept tokens" in out and "gap closed" not in out and (tmp_path / "parts.png").stat().st_size > 1000
+    assert (
+        "| no kept tokens" in out
+        and "gap closed" not in out
+        and (tmp_path / "parts.png").stat().st_size > 1000
+    )
     assert len({tuple(losses) for losses in found.values()}) == 5
     longer = caches.window_of_equal_bytes(load_causal_lm(tmp_path / "model").config)
-    # With heads 8 wide a memory in float32 takes as many bytes as 9 keys and values of 16 bits, and scores some more
+    # With heads 8 wide a memory in float32 takes as many bytes as 9 keys and values of 16 bits, and
+    # scores some more
     assert 24 + 9 < 2 + longer["segment_length"] * (longer["local_segments"] + 1) <= 24 + 9 + 8
     closed = {"gate_init": -1000.0}
-    for way, options in {"memory off": kept | closed, "no kept tokens": {}, "window only": closed}.items():
+    for way, options in {
+        "memory off": kept | closed,
+        "no kept tokens": {},
+        "window only": closed,
+    }.items():
         assert found[way] == parts(**options)["as it is"], way
     assert found["window of equal bytes"] == parts(**closed, **longer)["as it is"]
 
 
 def test_bad_options(folder, tmp_path, capsys):
-    argv = [*map(str, ("--model", folder / "model", "--text", folder / "text.txt", "--out", tmp_path / "bad"))]
+    argv = [
+        *map(
+            str,
+            ("--model", folder / "model", "--text", folder / "text.txt", "--out", tmp_path / "bad"),
+        )
+    ]
     for options, message in [
         (["--ways", "half"], "--adapter"),
         (["--count_from", "9000"], "must be below --length 8192"),
@@ -190,8 +265,21 @@ def test_bad_options(folder, tmp_path, capsys):
     ]:
         refused(compare_caches.main, [*argv, "--device", "cpu", *options], capsys, message)
     refused(
-        compare_caches.main, [*argv, "--adapter", str(tmp_path / "none"), "--ways", "half", "--length", "100",
-                              "--count_from", "40"], capsys, "there is no folder",
-    )  # fmt: skip
-    with pytest.raises(Exception, match="kvpress"):  # absent, or beside a transformers that it does not know
+        compare_caches.main,
+        [
+            *argv,
+            "--adapter",
+            str(tmp_path / "none"),
+            "--ways",
+            "half",
+            "--length",
+            "100",
+            "--count_from",
+            "40",
+        ],
+        capsys,
+        "there is no folder",
+    )
+    # absent, or beside a transformers that it does not know
+    with pytest.raises(Exception, match="kvpress"):
         presses.scorer("SnapKV blind", 64)

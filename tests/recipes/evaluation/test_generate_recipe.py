@@ -1,4 +1,5 @@
-"""The generation recipe: only the text on standard output, chunks and padding that change nothing, clear refusals."""
+"""The generation recipe: only the text on standard output, chunks and padding that change nothing,
+clear refusals."""
 
 import io
 import sys
@@ -23,7 +24,16 @@ def long_prompt() -> str:
 
 def test_standard_output_is_the_text_alone(model, tmp_path, long_prompt, capfd):
     (tmp_path / "prompt.txt").write_text(long_prompt, encoding="utf-8")
-    options = ["--model", model, "--prompt_file", tmp_path / "prompt.txt", "--chunk", 100, "--max_new_tokens", 12]
+    options = [
+        "--model",
+        model,
+        "--prompt_file",
+        tmp_path / "prompt.txt",
+        "--chunk",
+        100,
+        "--max_new_tokens",
+        12,
+    ]
     capfd.readouterr()
     generate.main([*map(str, options), "--device", "cpu"])
     shown = capfd.readouterr()
@@ -33,16 +43,30 @@ def test_standard_output_is_the_text_alone(model, tmp_path, long_prompt, capfd):
 def test_a_padded_batch_in_any_chunks_is_the_prompts_one_by_one(model, capsys, long_prompt):
     prompts = [long_prompt[:90], long_prompt[300:307], long_prompt[100:150]]
     for chunk in (1, 20, 89, 4096):
-        found = continuations(capsys, "--model", model, "--prompt", *prompts, "--chunk", chunk, "--max_new_tokens", 8)
+        found = continuations(
+            capsys, "--model", model, "--prompt", *prompts, "--chunk", chunk, "--max_new_tokens", 8
+        )
         assert [row["text"] for row in found] == [greedy(model, prompt, 8) for prompt in prompts]
     assert [row["prompt"] for row in found] == prompts
 
 
 def test_the_seed_decides_in_any_chunks(model, capsys, long_prompt):
-    options = ["--model", model, "--prompt", long_prompt[:90], long_prompt[90:150], "--max_new_tokens", 8]
+    options = [
+        "--model",
+        model,
+        "--prompt",
+        long_prompt[:90],
+        long_prompt[90:150],
+        "--max_new_tokens",
+        8,
+    ]
     drawn = [*options, "--do_sample", "true", "--temperature", 1.5]
     first = continuations(capsys, *drawn, "--seed", 1)
-    assert first == continuations(capsys, *drawn, "--seed", 1, "--chunk", 25) != continuations(capsys, *drawn, "--seed", 2)
+    assert (
+        first
+        == continuations(capsys, *drawn, "--seed", 1, "--chunk", 25)
+        != continuations(capsys, *drawn, "--seed", 2)
+    )
     # Among the single likeliest token there is nothing to draw
     assert continuations(capsys, *drawn, "--top_k", 1) == continuations(capsys, *options)
 
@@ -52,7 +76,10 @@ def test_prompts_are_shown_apart_from_what_follows_them(model, capfd, monkeypatc
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the king\n")))
     generate.main(common)  # one, which appears while it is made
     shown = capfd.readouterr()
-    assert shown.err.splitlines()[-1] == "> the king" and shown.out == greedy(model, "the king", 4) + "\n"
+    assert (
+        shown.err.splitlines()[-1] == "> the king"
+        and shown.out == greedy(model, "the king", 4) + "\n"
+    )
     long = "b" * generate.SHOWN + " and so"
     generate.main([*common, "--prompt", "two\nlines", long])
     shown = capfd.readouterr()
@@ -70,6 +97,9 @@ def test_what_is_refused(base, capsys, long_prompt):
         (["--prompt", "a", "--prompt_file", "x"], "not both"),
         (["--prompt_file", "none.txt"], "none.txt"),
         (["--prompt", "a", "--model", "nowhere"], "cannot load nowhere"),
-        (["--prompt", long_prompt[:60], "--max_new_tokens", 5], "65 tokens, but this model has 64 learned positions"),
+        (
+            ["--prompt", long_prompt[:60], "--max_new_tokens", 5],
+            "65 tokens, but this model has 64 learned positions",
+        ),
     ):
         refused(generate.main, ["--model", learned, *options, "--device", "cpu"], capsys, message)

@@ -1,4 +1,5 @@
-"""Token-weighted perplexity against naive sums, by position, and streamed through a model's cache."""
+"""Token-weighted perplexity against naive sums, by position, and streamed through a model's
+cache."""
 
 import math
 
@@ -37,7 +38,9 @@ def test_any_chunk_gives_the_same_losses(make):
     for chunk in (1, 5, 8, 23, 100, None):
         for given, wanted in ((None, expected), (labels, counted)):
             pieces = list(stream_losses(model, rows, given, chunk=chunk))
-            assert [first for first, _, _ in pieces] == [start + 1 for start in range(0, 23, chunk or 23)]
+            assert [first for first, _, _ in pieces] == [
+                start + 1 for start in range(0, 23, chunk or 23)
+            ]
             targets = torch.cat([targets for *_, targets in pieces], dim=1)
             assert torch.equal(targets, (rows if given is None else labels)[:, 1:])
             streamed = torch.cat([losses for _, losses, _ in pieces], dim=1)
@@ -46,7 +49,8 @@ def test_any_chunk_gives_the_same_losses(make):
 
 
 def test_documents_kept_apart_are_those_read_alone():
-    """Ends of text begin and end rows, stand beside each other and where a chunk ends; they are not counted."""
+    """Ends of text begin and end rows, stand beside each other and where a chunk ends; they are not
+    counted."""
     model, ids = infini_gpt2(), token_ids(2, 50)
     ids[0, [10, 11, 30]] = ids[1, [0, 24, 49]] = 0
     batch = RowReader([0], end_of_text=0)({"input_ids": ids})
@@ -58,7 +62,9 @@ def test_documents_kept_apart_are_those_read_alone():
             for begin, end in zip(borders, borders[1:], strict=False):
                 own = torch.tensor(naive_losses(model, ids[row, begin:end]))
                 own = own.masked_fill(ids[row, begin + 1 : end] == 0, 0)
-                torch.testing.assert_close(losses[row, begin : end - 1], own, rtol=FLOAT32, atol=FLOAT32)
+                torch.testing.assert_close(
+                    losses[row, begin : end - 1], own, rtol=FLOAT32, atol=FLOAT32
+                )
 
 
 def test_buckets_by_position():
@@ -70,7 +76,9 @@ def test_buckets_by_position():
     parts.add(1, losses[:, :6], targets[:, :6])
     parts.add(7, losses[:, 6:], targets[:, 6:])
     assert whole.table() == parts.table()
-    rows = [(row["first"], row["last"], row["tokens"], row["cross_entropy"]) for row in whole.table()]
+    rows = [
+        (row["first"], row["last"], row["tokens"], row["cross_entropy"]) for row in whole.table()
+    ]
     assert rows == [
         (1, 1, 2, 1.0),
         (2, 3, 4, 2.5),
@@ -78,7 +86,9 @@ def test_buckets_by_position():
         (8, 15, 6, (2 * (8 + 9) + 10 + 11) / 6),
     ]
     # Of all tokens the mean, not that of the buckets' means
-    assert whole.total()["tokens"] == 20 and whole.total()["cross_entropy"] == (2 * 45 + 10 + 11) / 20
+    assert (
+        whole.total()["tokens"] == 20 and whole.total()["cross_entropy"] == (2 * 45 + 10 + 11) / 20
+    )
 
 
 def test_sums_keep_64_bits():

@@ -19,15 +19,21 @@ def test_codes_are_asked_for_until_the_row_is_full(kind, length):
         assert len(example.tokens) == length
         assert_answered(kind, example)
         text = tokenizer(kind).decode(example.tokens)
-        given = dict(re.findall(r"O código de ([^\n]+?) é ([^\n]+?)\.", text)[::-1])  # the first sentence about each counts
+        # the first sentence about each counts
+        given = dict(re.findall(r"O código de ([^\n]+?) é ([^\n]+?)\.", text)[::-1])
         asked_of.add(len(given))
         for question in example.questions:
             before = tokenizer(kind).decode(example.tokens[: question.asked[0]])
             name = re.search(r"O código de ([^\n]+) é$", before)[1]
             assert given[name] == question.answer
-            assert tokenizer(kind).decode(example.tokens[: question.stated[0]]).endswith(f"O código de {name} é")
+            assert (
+                tokenizer(kind)
+                .decode(example.tokens[: question.stated[0]])
+                .endswith(f"O código de {name} é")
+            )
         turns = [question.stated for question in example.questions]
-        assert all(len(set(turns[: len(given)])) == min(len(given), len(turns)) for _ in turns)  # all in turn
+        # all in turn
+        assert all(len(set(turns[: len(given)])) == min(len(given), len(turns)) for _ in turns)
     assert len(asked_of) > 1
 
 
@@ -39,7 +45,10 @@ def test_echoes_are_what_stood_there_with_what_led_to_it(length):
         for question in example.questions:
             (first, last), (begin, end) = question.stated, question.asked
             assert last - first == end - begin and last < begin and end < length
-            passages = (example.tokens[place - KNOWN_FROM : place + last - first + 1] for place in (first, begin))
+            passages = (
+                example.tokens[place - KNOWN_FROM : place + last - first + 1]
+                for place in (first, begin)
+            )
             assert np.array_equal(*passages)
             assert tokenizer("bpe").decode(example.tokens[begin : end + 1]) == question.answer
 

@@ -1,4 +1,5 @@
-"""The recall tasks: scores that greedy decoding confirms, memory off, cells that are kept, impossible or guessed."""
+"""The recall tasks: scores that greedy decoding confirms, memory off, cells that are kept,
+impossible or guessed."""
 
 import functools
 import json
@@ -28,7 +29,9 @@ def base(tmp_path_factory) -> Path:
 
 @functools.cache
 def texts(base: Path) -> Path:
-    lines = [json.dumps({"text": document.text}) + "\n" for document in biography_documents(12, seed=9)]
+    lines = [
+        json.dumps({"text": document.text}) + "\n" for document in biography_documents(12, seed=9)
+    ]
     (base / "text.jsonl").write_text("".join(lines), encoding="utf-8")
     return base / "text.jsonl"
 
@@ -41,8 +44,12 @@ def saved(base: Path, kind: str) -> Path:
     else:
         model = gpt2(vocab_size=600, n_positions=512)
     model.save_pretrained(base / kind)
-    lines = [json.loads(line)["text"] for line in texts(base).read_text(encoding="utf-8").splitlines()]
-    train_bpe([*lines, *WORDING["pt"]["needles"], *WORDING["pt"]["questions"]], 600).save_pretrained(base / kind)
+    lines = [
+        json.loads(line)["text"] for line in texts(base).read_text(encoding="utf-8").splitlines()
+    ]
+    train_bpe(
+        [*lines, *WORDING["pt"]["needles"], *WORDING["pt"]["questions"]], 600
+    ).save_pretrained(base / kind)
     return base / kind
 
 
@@ -52,13 +59,16 @@ def evaluate(out: Path, *options) -> dict:
     return json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
 
 
-# --- scoring ----------------------------------------------------------------------------------------------------------
+# --- scoring
+# --------------------------------------------------------------------------------------------------
 
 
 def greedy_example(model, seed: int, length: int, width: int, wrong: int | None = None) -> Example:
-    """Random tokens, then as the answer what greedy decoding goes on with; token `wrong` of it is another one."""
+    """Random tokens, then as the answer what greedy decoding goes on with; token `wrong` of it is
+    another one."""
     prompt = token_ids(1, length, seed)
-    never = {"eos_token_id": 10**6, "pad_token_id": 0}  # the model may go on with any token of its own
+    # the model may go on with any token of its own
+    never = {"eos_token_id": 10**6, "pad_token_id": 0}
     tokens = model.generate(prompt, max_new_tokens=width, do_sample=False, **never)[0].numpy()
     if wrong is not None:
         tokens[length + wrong] = tokens[length + wrong] % 88 + 1
@@ -67,36 +77,58 @@ def greedy_example(model, seed: int, length: int, width: int, wrong: int | None 
 
 @pytest.mark.parametrize(
     ("build", "chunk"),
-    [(functools.partial(infini_gpt2, position_encoding="segment"), 5), (infini_gpt2, 16), (gpt2, 5), (causal_mha, 1000)],
+    [
+        (functools.partial(infini_gpt2, position_encoding="segment"), 5),
+        (infini_gpt2, 16),
+        (gpt2, 5),
+        (causal_mha, 1000),
+    ],
 )
 def test_an_answer_is_right_when_greedy_decoding_gives_it(build, chunk):
     model = build()
-    # 1, 2 or 3 tokens behind 20 to 40; the batch has rows of different lengths, and chunks that end inside of answers
-    cases = [(20 + 3 * number, 1 + number % 3, None if number % 2 else number % 3) for number in range(8)]
+    # 1, 2 or 3 tokens behind 20 to 40; the batch has rows of different lengths, and chunks that end
+    # inside of answers
+    cases = [
+        (20 + 3 * number, 1 + number % 3, None if number % 2 else number % 3) for number in range(8)
+    ]
     examples = [greedy_example(model, seed, *case) for seed, case in enumerate(cases)]
     answers = score_answers(model, examples, chunk)
     assert [answer.correct for answer in answers] == [wrong is None for _, _, wrong in cases]
     for example, answer in zip(examples, answers, strict=True):
         ((first, last),) = (question.asked for question in example.questions)
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor(example.tokens)[None], use_cache=False).logits[0].double()
-        expected = -logits.log_softmax(-1)[range(first - 1, last), example.tokens[first : last + 1]].sum()
+            logits = (
+                model(input_ids=torch.tensor(example.tokens)[None], use_cache=False)
+                .logits[0]
+                .double()
+            )
+        expected = -logits.log_softmax(-1)[
+            range(first - 1, last), example.tokens[first : last + 1]
+        ].sum()
         # float32 sums in another order
-        assert answer.loss == pytest.approx(expected.item(), rel=1e-4) and answer.tokens == last - first + 1
+        assert (
+            answer.loss == pytest.approx(expected.item(), rel=1e-4)
+            and answer.tokens == last - first + 1
+        )
 
 
 def test_wilson_interval():
     for successes, trials in ((0, 10), (1, 10), (5, 10), (10, 10), (37, 480)):
         low, high = wilson_interval(successes, trials)
         share = successes / trials
-        for end in (low, high):  # by definition, as far from the share as 1.96 of its own standard deviations
+        # by definition, as far from the share as 1.96 of its own standard deviations
+        for end in (low, high):
             # At 1 the rounding of 1e-16 stands under a root
-            assert abs(end - share) == pytest.approx(1.959964 * (end * (1 - end) / trials) ** 0.5, abs=1e-7)
+            assert abs(end - share) == pytest.approx(
+                1.959964 * (end * (1 - end) / trials) ** 0.5, abs=1e-7
+            )
         assert 0 <= low <= share <= high <= 1
-    assert wilson_interval(5, 10) == pytest.approx((0.236593, 0.763407), abs=1e-6)  # as in the literature
+    # as in the literature
+    assert wilson_interval(5, 10) == pytest.approx((0.236593, 0.763407), abs=1e-6)
 
 
-# --- the memory off ---------------------------------------------------------------------------------------------------
+# --- the memory off
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -104,7 +136,9 @@ def test_wilson_interval():
     [
         functools.partial(infini_gpt2, position_encoding="segment"),
         functools.partial(infini_gpt2, position_encoding="segment", update_rule="delta"),
-        functools.partial(causal_mha, attention="infini", segment_length=8, position_encoding="rope"),
+        functools.partial(
+            causal_mha, attention="infini", segment_length=8, position_encoding="rope"
+        ),
     ],
 )
 def test_without_its_memory_a_model_knows_only_the_segment(build):
@@ -119,18 +153,36 @@ def test_without_its_memory_a_model_knows_only_the_segment(build):
         switch_memory_off(model)
         off, expected = model(input_ids=ids).logits, segments()
         cached = model(input_ids=ids[:, :21], use_cache=True)
-        cached = torch.cat([cached.logits, model(input_ids=ids[:, 21:], past_key_values=cached.past_key_values).logits], 1)
-    torch.testing.assert_close(off, expected, rtol=1e-4, atol=1e-4)  # float32 products of other shapes
+        cached = torch.cat(
+            [
+                cached.logits,
+                model(input_ids=ids[:, 21:], past_key_values=cached.past_key_values).logits,
+            ],
+            1,
+        )
+    # float32 products of other shapes
+    torch.testing.assert_close(off, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(cached, expected, rtol=1e-4, atol=1e-4)
     assert (with_memory[:, 8:] - off[:, 8:]).abs().max() > 0.1
 
 
-# --- the recipe -------------------------------------------------------------------------------------------------------
+# --- the recipe
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_passkeys_of_a_random_model(base, capsys):
-    options = ["--model", saved(base, "infini"), "--text", texts(base), "--task", "passkey", "--lengths", 256, 700]
+    options = [
+        "--model",
+        saved(base, "infini"),
+        "--text",
+        texts(base),
+        "--task",
+        "passkey",
+        "--lengths",
+        256,
+        700,
+    ]
     found = evaluate(base / "passkey", *options, "--depths", 3, "--samples", 6, "--chunk", 100)
     assert [(cell["length"], cell["depth"]) for cell in found["cells"]] == [
         (length, depth) for length in (256, 700) for depth in (0, 0.5, 1)
@@ -139,15 +191,29 @@ def test_passkeys_of_a_random_model(base, capsys):
         # Five random digits of 600 tokens: a model that has learned nothing gives none of them
         assert (cell["samples"], cell["correct"], cell["accuracy"], cell["low"]) == (6, 0, 0, 0)
         assert cell["high"] == pytest.approx(wilson_interval(0, 6)[1]) and cell["cross_entropy"] > 3
-    assert found["memory"] == "on" and found["options"]["samples"] == 6 and found["versions"]["torch"]
+    assert (
+        found["memory"] == "on" and found["options"]["samples"] == 6 and found["versions"]["torch"]
+    )
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].replace("|", "").split() == ["tokens", "depth", "0", "depth", "0.5", "depth", "1", "questions"]
+    assert lines[0].replace("|", "").split() == [
+        "tokens",
+        "depth",
+        "0",
+        "depth",
+        "0.5",
+        "depth",
+        "1",
+        "questions",
+    ]
     assert lines[-1].count(" 0.0 % (0–39) ") == 3 and lines[-1].endswith(" 6 |")
     assert not (base / "passkey.cells.json").exists()
     off = evaluate(base / "off", *options, "--depths", 0, 1, "--samples", 6, "--memory", "off")
     assert off["memory"] == "off"
     for depth in (0, 1):
-        on, without = ([c for c in part["cells"] if c["depth"] == depth][0]["cross_entropy"] for part in (found, off))
+        on, without = (
+            [c for c in part["cells"] if c["depth"] == depth][0]["cross_entropy"]
+            for part in (found, off)
+        )
         assert on != without
 
 
@@ -156,44 +222,88 @@ def test_files_lie_in_the_model_s_folder_and_are_no_perplexities_of_it(base, tmp
     shutil.copytree(saved(base, "infini"), folder)
     options = ["--model", str(folder), "--device", "cpu", "--memory", "off"]
     evaluate_model.main([*options, "--task", "facts", "--samples", "1", "--distances", "3"])
-    evaluate_model.main([*options, "--text", str(texts(base)), "--length", "64", "--max_tokens", "64"])
-    evaluate_model.main([*options, "--task", "passkey", "--samples", "1", "--lengths", "200", "--depths", "0"])
+    evaluate_model.main(
+        [*options, "--text", str(texts(base)), "--length", "64", "--max_tokens", "64"]
+    )
+    evaluate_model.main(
+        [*options, "--task", "passkey", "--samples", "1", "--lengths", "200", "--depths", "0"]
+    )
     found = json.loads((folder / "passkey_memory_off.json").read_text(encoding="utf-8"))
-    assert found["source"] is None and found["filler_tokens"] > 100_000  # biographies, the same everywhere
+    # biographies, the same everywhere
+    assert found["source"] is None and found["filler_tokens"] > 100_000
     names = {file.name for file in folder.glob("*memory_off*")}
     tasks = ("facts", "perplexity", "passkey")
     assert names == {f"{name}_memory_off.json" for name in tasks}
-    assert not list(folder.glob("evaluation*"))  # the name of what is measured on the model as it is
+    # the name of what is measured on the model as it is
+    assert not list(folder.glob("evaluation*"))
 
 
 @pytest.mark.slow
 def test_facts_of_a_random_model(base, capsys):
-    options = ["--model", saved(base, "infini"), "--task", "facts", "--samples", 24, "--batch_size", 5]
+    options = [
+        "--model",
+        saved(base, "infini"),
+        "--task",
+        "facts",
+        "--samples",
+        24,
+        "--batch_size",
+        5,
+    ]
     found = evaluate(base / "facts", *options, "--distances", 0, 1, 6)
     assert found["segment_length"] == 32
     first, second, last = found["cells"]
-    assert "take" in first["not_possible"] and "segment 32" in first["not_possible"]  # no sentence and question is so short
+    # no sentence and question is so short
+    assert "take" in first["not_possible"] and "segment 32" in first["not_possible"]
     assert last["samples"] == 24 and last["skipped"] == {}
     assert last["by_fact"] == {fact: {"samples": 2, "correct": 0} for fact in FACT_NAMES}
-    # A statement that ends its segment has 63 tokens to the end of the next: some fit, and those that do not are counted
+    # A statement that ends its segment has 63 tokens to the end of the next: some fit, and those
+    # that do not are counted
     assert second["samples"] == 24 and sum(second["skipped"].values()) > 0
     guesses = found["constant_guesses"]
-    # Nine numbers of children among 2,000 people: 222 each, 267 is three standard deviations of 15 more
-    assert guesses["children"]["answer"] in SENTENCES["numbers"] and 1 / 9 <= guesses["children"]["share"] < 267 / 2000
+    # Nine numbers of children among 2,000 people: 222 each, 267 is three standard deviations of 15
+    # more
+    assert (
+        guesses["children"]["answer"] in SENTENCES["numbers"]
+        and 1 / 9 <= guesses["children"]["share"] < 267 / 2000
+    )
     mean = sum(guess["share"] for guess in guesses.values()) / 12
-    assert last["chance"] == pytest.approx(mean) and guesses == constant_guesses(0) != constant_guesses(1)
+    assert last["chance"] == pytest.approx(mean) and guesses == constant_guesses(
+        0
+    ) != constant_guesses(1)
     assert "not possible" in capsys.readouterr().out
 
 
 def test_cells_beyond_a_model_s_reach(base, capsys):
-    options = ["--model", saved(base, "gpt2"), "--text", texts(base), "--task", "passkey", "--depths", 0.5, "--samples", 2]
+    options = [
+        "--model",
+        saved(base, "gpt2"),
+        "--text",
+        texts(base),
+        "--task",
+        "passkey",
+        "--depths",
+        0.5,
+        "--samples",
+        2,
+    ]
     found = evaluate(base / "reach", *options, "--lengths", 20, 400, 600)
     short, fits, long = found["cells"]
     assert "more than 20" in short["not_possible"] and fits["samples"] == 2
     assert "600 tokens, but this model has 512 learned positions" in long["not_possible"]
     for beyond in (
         [*options, "--lengths", 600, 700],
-        ["--model", saved(base, "gpt2"), "--task", "facts", "--segment_length", 256, "--distances", 2, 4],
+        [
+            "--model",
+            saved(base, "gpt2"),
+            "--task",
+            "facts",
+            "--segment_length",
+            256,
+            "--distances",
+            2,
+            4,
+        ],
     ):
         with pytest.raises(SystemExit) as stopped:
             evaluate(base / "too_long", *beyond)
@@ -203,12 +313,25 @@ def test_cells_beyond_a_model_s_reach(base, capsys):
 
 @pytest.mark.slow
 def test_a_killed_task_goes_on_where_it_was(base, tmp_path):
-    options = ["--model", saved(base, "infini"), "--text", texts(base), "--task", "passkey", "--depths", 0.2, 0.8]
+    options = [
+        "--model",
+        saved(base, "infini"),
+        "--text",
+        texts(base),
+        "--task",
+        "passkey",
+        "--depths",
+        0.2,
+        0.8,
+    ]
     options += ["--samples", 4, "--chunk", 64, "--batch_size", 2]
     options = [*map(str, options), "--lengths", *map(str, range(200, 1200, 200))]
     file = tmp_path / "out.cells.json"
     command = ["evaluate_model", *options, "--device", "cpu", "--out", str(tmp_path / "out")]
-    kill_when(lambda: file.exists() and len(json.loads(file.read_text(encoding="utf-8"))["cells"]) >= 2, *command)
+    kill_when(
+        lambda: file.exists() and len(json.loads(file.read_text(encoding="utf-8"))["cells"]) >= 2,
+        *command,
+    )
     assert not (tmp_path / "out.json").exists()
     kept = json.loads(file.read_text(encoding="utf-8"))
     assert 2 <= len(kept["cells"]) < 10
@@ -218,7 +341,9 @@ def test_a_killed_task_goes_on_where_it_was(base, tmp_path):
     assert found["cells"][1]["accuracy"] == 0.125 and not file.exists()
     assert found["cells"][: len(kept["cells"])] == kept["cells"] and len(found["cells"]) == 10
     straight = evaluate(tmp_path / "straight", *options, "--lengths", 200, 400)
-    assert straight["cells"][0] == found["cells"][0] and straight["cells"][2:] == found["cells"][2:4]
+    assert (
+        straight["cells"][0] == found["cells"][0] and straight["cells"][2:] == found["cells"][2:4]
+    )
     file.write_text(json.dumps(kept), encoding="utf-8")  # cells of other samples are not used
     other = evaluate(tmp_path / "out", *options, "--lengths", 200, "--samples", 3)
     assert [cell["samples"] for cell in other["cells"]] == [3, 3]
@@ -226,9 +351,21 @@ def test_a_killed_task_goes_on_where_it_was(base, tmp_path):
 
 def test_user_errors(capsys):
     for options, message in (
-        (["--task", "facts", "--split", "test"], "--split chooses among the texts of --data or --text"),
-        (["--task", "facts", "--text", __file__, "--data", "d"], "at most one of --data and --text"),
-        (["--task", "passkey", "--length", "64"], "--length does nothing with --task passkey: it belongs to perplexity"),
-        (["--task", "passkey", "--text", __file__, "--lengths", "64", "64"], "--lengths 64 64: give different numbers"),
+        (
+            ["--task", "facts", "--split", "test"],
+            "--split chooses among the texts of --data or --text",
+        ),
+        (
+            ["--task", "facts", "--text", __file__, "--data", "d"],
+            "at most one of --data and --text",
+        ),
+        (
+            ["--task", "passkey", "--length", "64"],
+            "--length does nothing with --task passkey: it belongs to perplexity",
+        ),
+        (
+            ["--task", "passkey", "--text", __file__, "--lengths", "64", "64"],
+            "--lengths 64 64: give different numbers",
+        ),
     ):
         refused(evaluate_model.main, ["--model", "m", *options], capsys, message)

@@ -1,4 +1,5 @@
-"""The study recipe: a real study at toy size, killed and resumed, and its numbers checked against others."""
+"""The study recipe: a real study at toy size, killed and resumed, and its numbers checked against
+others."""
 
 import contextlib
 import json
@@ -25,8 +26,8 @@ study = load_recipe("study")
 STEPS = 12
 STUDY = """
 data: {vocab_size: 300, context: 64, validation: 0.2}
-train: {n_layer: 2, n_embd: 32, n_head: 2, batch_size: 4, gradient_accumulation: 1, max_steps: 12, eval_steps: 4,
-        save_steps: 4, use_cpu: true, precision: float32}
+train: {n_layer: 2, n_embd: 32, n_head: 2, batch_size: 4, gradient_accumulation: 1, max_steps: 12,
+        eval_steps: 4, save_steps: 4, use_cpu: true, precision: float32}
 variants:
   s1: {attention: self}
   best: {attention: infini, segment_length: 16, position_encoding: rope}
@@ -38,12 +39,21 @@ evaluate: {long: {length: 512, min_characters: 500, device: cpu}}
 
 
 def arguments(base, *options) -> list[str]:
-    words = ["--study", base / "toy.yaml", "--source", base / "text.jsonl", "--out", base / "out", *options]
+    words = [
+        "--study",
+        base / "toy.yaml",
+        "--source",
+        base / "text.jsonl",
+        "--out",
+        base / "out",
+        *options,
+    ]
     return [*map(str, words)]
 
 
 def run_here(tasks, title, jobs=1, threads=1) -> None:
-    """Stands in for `studies.processes.run_tasks`: every command in this process, one after the other."""
+    """Stands in for `studies.processes.run_tasks`: every command in this process, one after the
+    other."""
     for task in tasks:
         task.log.parent.mkdir(parents=True, exist_ok=True)
         name, status = Path(task.command[1]).stem, 0
@@ -73,8 +83,9 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(base):
-    """The study, killed while a variant trains, and finished with four more, without the time that processes take to start.
-    Returns the modification times of the data that the first start left."""
+    """The study, killed while a variant trains, and finished with four more, without the time that
+    processes take to start. Returns the modification times of the data that the first start
+    left."""
     out, children = base / "out", []
 
     def ready() -> bool:
@@ -85,7 +96,8 @@ def finished(base):
 
     kill_when(ready, "study", *arguments(base, "--variants", "best"))
     psutil.wait_procs(children, timeout=30)
-    assert children and not any(child.is_running() for child in children)  # nobody else writes there any more
+    # nobody else writes there any more
+    assert children and not any(child.is_running() for child in children)
     assert not (out / "best" / "result.json").exists()
     times = {file: file.stat().st_mtime_ns for file in out.glob("data/base/train/*")}
     with pytest.MonkeyPatch.context() as patch:
@@ -109,17 +121,27 @@ def variant(content, name: str) -> dict:
 
 
 def test_killed_it_goes_on_and_repeats_nothing(base, finished):
-    assert len(finished) > 2 and all(file.stat().st_mtime_ns == before for file, before in finished.items())
+    assert len(finished) > 2 and all(
+        file.stat().st_mtime_ns == before for file, before in finished.items()
+    )
     log = (base / "out" / "logs" / "best.log").read_text()
     assert "from the start" not in log and " from step " in log
-    lines = [json.loads(line) for line in (base / "out" / "best" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (base / "out" / "best" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert lines[-1]["step"] == STEPS
 
 
 def test_started_again_it_measures_nothing_twice(base, content, text):
     """With fewer variants, and the reports that the other tests look at read already."""
     out = base / "out"
-    files = [file for name in ("s1", "letters", "measured") for file in (out / name).glob("*") if file.is_file()]
+    files = [
+        file
+        for name in ("s1", "letters", "measured")
+        for file in (out / name).glob("*")
+        if file.is_file()
+    ]
     before = {file: file.stat().st_mtime_ns for file in files}
     study.main(arguments(base, "--variants", "s1", "letters"))
     assert all(file.stat().st_mtime_ns == time for file, time in before.items())
@@ -135,60 +157,103 @@ def test_the_numbers_are_those_of_training_and_the_difference_is_paired(base, co
         folder, found = base / "out" / name, variant(content, name)
         assert found["tokens_evaluated"] == result(folder)["validation_tokens"]
         # The batches are of another size, so float32 products are summed in another order
-        assert found["cross_entropy"]["value"] == pytest.approx(result(folder)["cross_entropy"], rel=1e-5)
-        assert found["perplexity"]["value"] == pytest.approx(math.exp(found["cross_entropy"]["value"]))
-        assert found["cross_entropy"]["low"] < found["cross_entropy"]["value"] < found["cross_entropy"]["high"]
-        assert found["tokens"] == STEPS * 4 * 64 and found["parameters"] == result(folder)["parameters"]
+        assert found["cross_entropy"]["value"] == pytest.approx(
+            result(folder)["cross_entropy"], rel=1e-5
+        )
+        assert found["perplexity"]["value"] == pytest.approx(
+            math.exp(found["cross_entropy"]["value"])
+        )
+        assert (
+            found["cross_entropy"]["low"]
+            < found["cross_entropy"]["value"]
+            < found["cross_entropy"]["high"]
+        )
+        assert (
+            found["tokens"] == STEPS * 4 * 64
+            and found["parameters"] == result(folder)["parameters"]
+        )
     s1, best = variant(content, "s1"), variant(content, "best")
-    assert s1["difference"] is None and variant(content, "letters")["difference"] is None  # of other rows
+    # of other rows
+    assert s1["difference"] is None and variant(content, "letters")["difference"] is None
     difference, entropies = best["difference"], (best["cross_entropy"], s1["cross_entropy"])
     assert difference["value"] == pytest.approx(entropies[0]["value"] - entropies[1]["value"])
-    assert difference["high"] - difference["low"] < min(entropy["high"] - entropy["low"] for entropy in entropies)
+    assert difference["high"] - difference["low"] < min(
+        entropy["high"] - entropy["low"] for entropy in entropies
+    )
 
 
 def test_characters_are_counted_on_documents_that_nobody_learned(base, content):
     out, letters = base / "out", variant(content, "letters")
-    held_out = {document["id"]: document["text"] for document in measure.unseen_documents(out / "data" / "base", [])}
+    held_out = {
+        document["id"]: document["text"]
+        for document in measure.unseen_documents(out / "data" / "base", [])
+    }
     common = held_out.keys() - measure.trained_on(out / "data" / "letters")
-    assert 0 < len(common) < len(held_out)  # or another seed is needed, for this test to say anything
-    measured = {name: json.loads((out / "measured" / f"{name}.json").read_text()) for name in ("s1", "letters")}
+    # or another seed is needed, for this test to say anything
+    assert 0 < len(common) < len(held_out)
+    measured = {
+        name: json.loads((out / "measured" / f"{name}.json").read_text())
+        for name in ("s1", "letters")
+    }
     assert set(measured["s1"]["documents"]) == set(measured["letters"]["documents"]) == common
     # A token is a character there, but for the first one of a row and the tail that fills no row
     characters = sum(len(held_out[name]) for name in common)
     found = letters["bits_per_character"]
     assert characters - characters // 64 - 64 - len(common) <= found["characters"] < characters
     for name in ("s1", "letters"):
-        nats, counted = (sum(column) for column in zip(*measured[name]["documents"].values(), strict=True))
-        assert variant(content, name)["bits_per_character"]["value"]["value"] == pytest.approx(nats / counted / math.log(2))
-    bits = [variant(content, name)["bits_per_character"]["value"]["value"] for name in ("letters", "s1")]
+        nats, counted = (
+            sum(column) for column in zip(*measured[name]["documents"].values(), strict=True)
+        )
+        assert variant(content, name)["bits_per_character"]["value"]["value"] == pytest.approx(
+            nats / counted / math.log(2)
+        )
+    bits = [
+        variant(content, name)["bits_per_character"]["value"]["value"] for name in ("letters", "s1")
+    ]
     assert found["difference"]["value"] == pytest.approx(bits[0] - bits[1])
 
 
 def test_what_is_measured_beside_the_losses(content):
     s1, best = variant(content, "s1"), variant(content, "best")
-    # Keys and values of 2 layers of 32 in float32; and of a segment of 16, with 2 heads of 16 x 16 and 16
+    # Keys and values of 2 layers of 32 in float32; and of a segment of 16, with 2 heads of 16 x 16
+    # and 16
     assert s1["cache_bytes"] == {"64": 64 * 2 * 2 * 32 * 4, "512": None}
     memory = 2 * (16 * 2 * 32 + 2 * 16 * 16 + 2 * 16) * 4
     assert memory <= best["cache_bytes"]["64"] == best["cache_bytes"]["512"] < memory + 200
     assert s1["evaluations"] == {} and best["evaluations"]["long"]["by_position"][-1]["last"] == 511
-    assert any(problem.startswith("s1-long: 512 tokens, but this model has 64") for problem in content["problems"])
+    assert any(
+        problem.startswith("s1-long: 512 tokens, but this model has 64")
+        for problem in content["problems"]
+    )
 
 
 def test_the_report_says_what_there_is_to_say(base, content, text):
-    assert "- nowhere: not possible: its data cannot be made: --tokenizer no/such_tokenizer cannot be loaded" in text
+    assert (
+        "- nowhere: not possible: its data cannot be made: --tokenizer no/such_tokenizer "
+        "cannot be loaded"
+    ) in text
     assert "- odd: not possible: " in text
     assert f"{variant(content, 'best')['perplexity']['value']:,.2f}" in text
     assert text.index("not** in one ranking") < text.index("| **letters**")  # in the second table
     options = variant(content, "best")["options"]
-    assert {"attention": "infini", "segment_length": 16, "position_encoding": "rope"}.items() <= options.items()
+    assert {
+        "attention": "infini",
+        "segment_length": 16,
+        "position_encoding": "rope",
+    }.items() <= options.items()
     assert ", ".join(f"{name} {value}" for name, value in options.items()) in text
     assert (base / "out" / "loss.png").is_file() and "(loss.png)" in text
     assert all(command in text for command in content["commands"][1:])
     assert "| cache after 64 tokens, bytes | cache after 512 tokens, bytes |\n| --- |" in text
-    assert re.search(rf"^\| s1 \| {variant(content, 's1')['parameters']:,} \| 3,072 \|.* \| 32,768 \| – \|$", text, re.M)
+    assert re.search(
+        rf"^\| s1 \| {variant(content, 's1')['parameters']:,} \| 3,072 \|.* \| 32,768 \| – \|$",
+        text,
+        re.M,
+    )
 
 
-# --- finished runs ----------------------------------------------------------------------------------------------------
+# --- finished runs
+# --------------------------------------------------------------------------------------------------
 
 
 def test_finished_runs_are_compared(base, content, tmp_path, capsys):
@@ -201,41 +266,83 @@ def test_finished_runs_are_compared(base, content, tmp_path, capsys):
             assert variant(compared, name)[number] == variant(content, name)[number]
     assert (tmp_path / "comparison" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
-    copies = [shutil.copytree(run, tmp_path / run.name, ignore=shutil.ignore_patterns("checkpoint-*")) for run in runs]
+    copies = [
+        shutil.copytree(run, tmp_path / run.name, ignore=shutil.ignore_patterns("checkpoint-*"))
+        for run in runs
+    ]
     for run in copies:
         place = {"first": 1, "last": 128, "tokens": 9, "cross_entropy": 2.5, "perplexity": 12.345}
-        evaluation = {"perplexity": 12.345, "length": 128, "split": "validation", "memory": "on", "by_position": [place]}
+        evaluation = {
+            "perplexity": 12.345,
+            "length": 128,
+            "split": "validation",
+            "memory": "on",
+            "by_position": [place],
+        }
         (run / "evaluation_long.json").write_text(json.dumps(evaluation))
     study.main([*map(str, ["--runs", *copies, "--data", data, "--out", tmp_path / "evaluated"])])
     report = (tmp_path / "evaluated" / "report.md").read_text(encoding="utf-8")
     assert "| variant | long |\n| --- | ---: |\n| s1 | 12.35 |\n| best | 12.35 |\n" in report
 
-    refused(study.main, [*words[:3], base / "out" / "letters", *words[3:]], capsys, "was trained on different data")
+    refused(
+        study.main,
+        [*words[:3], base / "out" / "letters", *words[3:]],
+        capsys,
+        "was trained on different data",
+    )
     refused(study.main, ["--runs", base, *words[3:]], capsys, "has no result.json")
 
 
-# --- sweeps -----------------------------------------------------------------------------------------------------------
+# --- sweeps
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_grid_with_seeds_goes_on_when_one_fails(base, finished, tmp_path, capsys):
-    train = {"model": "causal_mha", "n_layer": 1, "n_embd": 16, "n_head": 2, "batch_size": 8, "max_steps": 2}
+    train = {
+        "model": "causal_mha",
+        "n_layer": 1,
+        "n_embd": 16,
+        "n_head": 2,
+        "batch_size": 8,
+        "max_steps": 2,
+    }
     train["use_cpu"] = True
     (tmp_path / "train.yaml").write_text(json.dumps(train))
-    words = ["--train", tmp_path / "train.yaml", "--data", base / "out" / "data" / "base", "--out", tmp_path / "out"]
-    words += ["--grid", "attention=global,none", "position_encoding=alibi", "--set", "train.eval_rows=8"]
+    words = [
+        "--train",
+        tmp_path / "train.yaml",
+        "--data",
+        base / "out" / "data" / "base",
+        "--out",
+        tmp_path / "out",
+    ]
+    words += [
+        "--grid",
+        "attention=global,none",
+        "position_encoding=alibi",
+        "--set",
+        "train.eval_rows=8",
+    ]
     study.main([*map(str, words), "--seeds", "0", "1"])
     text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     content = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
     impossible = "attention=none,position_encoding=alibi"
     statuses = {run["name"]: run["status"] for run in content["runs"]}
-    assert len(statuses) == 4 and {n for n, s in statuses.items() if s != "finished"} == {impossible, f"{impossible},seed=1"}
-    assert f"- {impossible}: not possible: position_encoding='alibi' acts inside the attention" in text
+    assert len(statuses) == 4 and {n for n, s in statuses.items() if s != "finished"} == {
+        impossible,
+        f"{impossible},seed=1",
+    }
+    assert (
+        f"- {impossible}: not possible: position_encoding='alibi' acts inside the attention" in text
+    )
     losses = {found["name"]: found["cross_entropy"]["value"] for found in content["variants"]}
     best = min(losses, key=losses.get)
     # A row's loss is the mean over the seeds, whose spread has its own column
     found = variant(content, best)
     each = [result(tmp_path / "out" / name)["cross_entropy"] for name in (best, f"{best},seed=1")]
-    assert each[0] != each[1] and found["cross_entropy"]["value"] == pytest.approx(sum(each) / 2, rel=1e-5)
+    assert each[0] != each[1] and found["cross_entropy"]["value"] == pytest.approx(
+        sum(each) / 2, rel=1e-5
+    )
     assert found["deviation"] == pytest.approx(abs(each[0] - each[1]) / math.sqrt(2), rel=1e-3)
     assert f"± {found['deviation']:.4f} (2)" in text
 

@@ -1,4 +1,5 @@
-"""What a study is asked for: files of variants, settings, grids, refusals; its processes and the characters of texts."""
+"""What a study is asked for: files of variants, settings, grids, refusals; its processes and the
+characters of texts."""
 
 import os
 import subprocess
@@ -22,13 +23,22 @@ def planned(tmp_path, *files, **settings) -> list[plan.Run]:
     return plan.runs_of(plan.read_study([str(file) for file in files], **settings), tmp_path)
 
 
-# --- the files of the published study ---------------------------------------------------------------------------------
+# --- the files of the published study
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_scale_and_variant_is_taken_by_the_recipes(tmp_path, capsys):
-    """Planning parses all options with the parsers of prepare.py, train.py and evaluate_model.py; a dry run only plans."""
+    """Planning parses all options with the parsers of prepare.py, train.py and evaluate_model.py; a
+    dry run only plans."""
     for scale in ("mini", "small", "full"):
-        words = ["--study", VARIANTS, str(CONFIGS / f"study_{scale}.yaml"), "--source", "CAROLINA", "--dry_run"]
+        words = [
+            "--study",
+            VARIANTS,
+            str(CONFIGS / f"study_{scale}.yaml"),
+            "--source",
+            "CAROLINA",
+            "--dry_run",
+        ]
         study.main([*words, "--out", str(tmp_path / "out")])
         lines = capsys.readouterr().out.splitlines()
         for name, count in (("prepare", 2), ("train", 6), ("evaluate_model", 12)):
@@ -41,18 +51,25 @@ def test_every_scale_and_variant_is_taken_by_the_recipes(tmp_path, capsys):
 def test_configs_name_their_command():
     for file in sorted(CONFIGS.glob("study_*.yaml")):
         words = file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").split()
-        assert words[:2] == ["python", "recipes/study.py"] and f"recipes/configs/{file.name}" in words, file
+        assert (
+            words[:2] == ["python", "recipes/study.py"] and f"recipes/configs/{file.name}" in words
+        ), file
         assert all((ROOT / word).is_file() for word in words if word.startswith("recipes/")), file
 
 
-# --- parts ------------------------------------------------------------------------------------------------------------
+# --- parts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_settings_go_above_files_and_variants_above_what_all_share(tmp_path):
     (tmp_path / "train.yaml").write_text("learning_rate: 0.5\nn_layer: 3\nn_head: 1\n")
-    (tmp_path / "study.yaml").write_text("train: {n_layer: 5, n_embd: 64}\nvariants: {a: , b: {n_layer: 7, layers: [0]}}\n")
+    (tmp_path / "study.yaml").write_text(
+        "train: {n_layer: 5, n_embd: 64}\nvariants: {a: , b: {n_layer: 7, layers: [0]}}\n"
+    )
     settings = ["train.n_embd=32", "variants.b.gate_init=-4", "variants.b.data={fraction: 0.25}"]
-    runs = planned(tmp_path, tmp_path / "study.yaml", train=str(tmp_path / "train.yaml"), settings=settings)
+    runs = planned(
+        tmp_path, tmp_path / "study.yaml", train=str(tmp_path / "train.yaml"), settings=settings
+    )
     shared = {"learning_rate": 0.5, "n_head": 1, "n_embd": 32, "seed": 0}
     assert [(run.name, run.data) for run in runs] == [("a", "base"), ("b", "b")]
     assert runs[0].options == shared | {"n_layer": 5}
@@ -62,15 +79,28 @@ def test_settings_go_above_files_and_variants_above_what_all_share(tmp_path):
 
 
 def test_grids_and_seeds_make_names(tmp_path):
-    settings = ["variants={s1: , best: }", "grid={init_from: [runs/a, none], n_layer: [1]}", "seeds=[0, 3]"]
+    settings = [
+        "variants={s1: , best: }",
+        "grid={init_from: [runs/a, none], n_layer: [1]}",
+        "seeds=[0, 3]",
+    ]
     runs = planned(tmp_path, settings=settings)
     names = [run.name for run in runs]
-    assert names[:2] == ["s1,init_from=runs_a,n_layer=1", "s1,init_from=runs_a,n_layer=1,seed=3"] and len(set(names)) == 8
-    assert runs[1].options == {"init_from": "runs/a", "n_layer": 1, "seed": 3} and runs[1].variant == runs[0].variant
+    assert (
+        names[:2] == ["s1,init_from=runs_a,n_layer=1", "s1,init_from=runs_a,n_layer=1,seed=3"]
+        and len(set(names)) == 8
+    )
+    assert (
+        runs[1].options == {"init_from": "runs/a", "n_layer": 1, "seed": 3}
+        and runs[1].variant == runs[0].variant
+    )
     assert runs[-1].folder == tmp_path / names[-1]
     (only,) = planned(tmp_path, settings=["seeds=[5]", "train.seed=5"])
     assert only.name == "run"
-    assert plan.parse_grid(["score=dot,general", "n_layer=1"]) == {"score": ["dot", "general"], "n_layer": ["1"]}
+    assert plan.parse_grid(["score=dot,general", "n_layer=1"]) == {
+        "score": ["dot", "general"],
+        "n_layer": ["1"],
+    }
 
 
 REFUSED = [
@@ -80,17 +110,35 @@ REFUSED = [
     (["--set", "train.n_layr=3"], "unrecognised arguments: --n_layr 3"),
     (["--set", "variants.s1.attention=quadratic"], "invalid choice: 'quadratic'"),
     (["--set", "evaluate.long.lenght=2"], "unrecognised arguments: --lenght 2"),
-    (["--set", "evaluate.far.task=facts"], "evaluate 'far': give options of evaluate_model.py's task perplexity"),
-    (["--set", "train.out=x"], "'out' cannot be an option of train.py in a study: study.py sets it"),
-    (["--set", "training.n_layer=3"], "has no section 'training'; it may have data, train, variants"),
+    (
+        ["--set", "evaluate.far.task=facts"],
+        "evaluate 'far': give options of evaluate_model.py's task perplexity",
+    ),
+    (
+        ["--set", "train.out=x"],
+        "'out' cannot be an option of train.py in a study: study.py sets it",
+    ),
+    (
+        ["--set", "training.n_layer=3"],
+        "has no section 'training'; it may have data, train, variants",
+    ),
     (["--set", "train=3"], "the section 'train' of a study is a dict, got 3"),
     (["--set", "grid=3"], "the section 'grid' of a study is a dict, got 3"),
     (["--set", "train.n_layer"], "give SECTION.NAME=VALUE"),
     (["--set", "train.n_layer=[1"], "is not valid YAML"),
     (["--set", "grid.n_layer=3"], "gives each option a list of values"),
-    (["--set", "variants.s1=3"], "variant 's1': give options of train.py and, in 'data', of prepare.py, got 3"),
-    (["--set", "data.source=x"], "'source' cannot be an option of prepare.py in a study: study.py sets it"),
-    (["--set", "evaluate.long.data=x"], "'data' cannot be an option of evaluate_model.py in a study: study.py sets it"),
+    (
+        ["--set", "variants.s1=3"],
+        "variant 's1': give options of train.py and, in 'data', of prepare.py, got 3",
+    ),
+    (
+        ["--set", "data.source=x"],
+        "'source' cannot be an option of prepare.py in a study: study.py sets it",
+    ),
+    (
+        ["--set", "evaluate.long.data=x"],
+        "'data' cannot be an option of evaluate_model.py in a study: study.py sets it",
+    ),
     (["--grid", "score=dot,"], "--grid score=dot,: give OPTION=VALUE,VALUE"),
     (["--grid", "score=dot", "score=general"], "score is named twice"),
     (["--grid", "n_layer=1,1"], "would share the folder s1,n_layer=1"),
@@ -99,18 +147,30 @@ REFUSED = [
     (["--runs", "a", "b"], "--study is for runs to be trained"),
 ]
 REFUSED_ALONE = [
-    (["--data", "x"], "give what is to be trained with --study, --train or --grid, or finished runs with --runs"),
+    (
+        ["--data", "x"],
+        "give what is to be trained with --study, --train or --grid, or finished runs with --runs",
+    ),
     (["--runs", "x/a", "y/a", "--data", "x"], "give folders of different names"),
     (["--runs", "a", "--data", "x", "--jobs", "2"], "--jobs is for runs to be trained"),
-    (["--grid", "n_layer=1", "--data", "x", "--set", "data.context=8"], "would have no effect, as --data is given"),
-    (["--study", VARIANTS, "--data", "x"], "i2 has data of its own: give --source instead of --data"),
+    (
+        ["--grid", "n_layer=1", "--data", "x", "--set", "data.context=8"],
+        "would have no effect, as --data is given",
+    ),
+    (
+        ["--study", VARIANTS, "--data", "x"],
+        "i2 has data of its own: give --source instead of --data",
+    ),
     (["--study", "none.yaml", "--data", "x"], "cannot be read"),
 ]
 
 
 def test_what_is_refused(tmp_path, capsys):
     words = ["--study", VARIANTS, "--source", "biographies", "--dry_run"]
-    for argv, message in [*(([*words, *options], message) for options, message in REFUSED), *REFUSED_ALONE]:
+    for argv, message in [
+        *(([*words, *options], message) for options, message in REFUSED),
+        *REFUSED_ALONE,
+    ]:
         with pytest.raises(SystemExit) as stopped:
             study.main([*argv, "--out", str(tmp_path / "out")])
         said = capsys.readouterr().err
@@ -119,12 +179,44 @@ def test_what_is_refused(tmp_path, capsys):
 
 
 def test_what_is_given_later_goes_above(tmp_path, capsys):
-    words = ["--study", VARIANTS, "--source", "biographies", "--dry_run", "--out", str(tmp_path), "--grid", "n_embd=32,64"]
-    words += ["--set", "train.learning_rate=2", "variants.i2.learning_rate=3", "variants.s1=", "variants.s1.n_layer=5"]
-    study.main([*words, "data.fraction=0.5", "evaluate.long.length=99", "grid.n_head=[1]", "grid.n_embd=[7]"])
+    words = [
+        "--study",
+        VARIANTS,
+        "--source",
+        "biographies",
+        "--dry_run",
+        "--out",
+        str(tmp_path),
+        "--grid",
+        "n_embd=32,64",
+    ]
+    words += [
+        "--set",
+        "train.learning_rate=2",
+        "variants.i2.learning_rate=3",
+        "variants.s1=",
+        "variants.s1.n_layer=5",
+    ]
+    study.main(
+        [
+            *words,
+            "data.fraction=0.5",
+            "evaluate.long.length=99",
+            "grid.n_head=[1]",
+            "grid.n_embd=[7]",
+        ]
+    )
     text = capsys.readouterr().out
-    counts = {"learning_rate 3 ": 2, "learning_rate 2 ": 10, "n_layer 5 ": 2, "length 99 ": 12, "n_head 1 ": 12}
-    assert {option: text.count(f"--{option}") for option in counts} == counts and text.count("--fraction 0.5 ") == 1
+    counts = {
+        "learning_rate 3 ": 2,
+        "learning_rate 2 ": 10,
+        "n_layer 5 ": 2,
+        "length 99 ": 12,
+        "n_head 1 ": 12,
+    }
+    assert {option: text.count(f"--{option}") for option in counts} == counts and text.count(
+        "--fraction 0.5 "
+    ) == 1
     assert text.count("--n_embd 64 ") == 6 and "--n_embd 7 " not in text
 
 
@@ -138,12 +230,17 @@ def test_characters_of_tokens_add_up_to_the_text():
     assert tokenizer.eos_token_id not in tokens[2][:-1]  # spelled out, it is text
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
+# --- processes
+# --------------------------------------------------------------------------------------------------
 
 
 OUTCOMES = [
     (0, "error: of an earlier start", ("finished", "")),
-    (1, f"10%|\r20%|\nerror: {NotPossible('n_head=3')}\nlauncher: failed\n", ("not possible", "n_head=3")),
+    (
+        1,
+        f"10%|\r20%|\nerror: {NotPossible('n_head=3')}\nlauncher: failed\n",
+        ("not possible", "n_head=3"),
+    ),
     (1, "error: no data\n", ("failed", "no data")),
     (1, "Traceback\n  raise\nValueError: no\n", ("failed", "exit status 1: ValueError: no")),
     (-9, "", ("failed", "exit status -9: no output")),
@@ -177,9 +274,15 @@ def test_processes_tell_why_they_failed(tmp_path, monkeypatch):
     (tmp_path / "refuses.py").write_text(REFUSES)
     command = [sys.executable, str(tmp_path / "refuses.py")]
     commands = {"a": command, "b": [*command, "x"], "c": ["false"]}
-    tasks = [Task(name, command, tmp_path / "logs" / f"{name}.log") for name, command in commands.items()]
+    tasks = [
+        Task(name, command, tmp_path / "logs" / f"{name}.log") for name, command in commands.items()
+    ]
     run_tasks(tasks, "test", jobs=2, threads=3)
-    expected = [("finished", ""), ("not possible", "n_head=3"), ("failed", "exit status 1: no output")]
+    expected = [
+        ("finished", ""),
+        ("not possible", "n_head=3"),
+        ("failed", "exit status 1: no output"),
+    ]
     assert [(task.status, task.reason) for task in tasks] == expected
     assert tasks[0].log.read_text() == "3\n"
 
@@ -189,12 +292,19 @@ def test_interrupted_the_processes_end_too(tmp_path):
     code = """
 import os, pathlib, psutil, signal, sys, threading
 from studies.processes import Task, run_tasks
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts behind itself ignores interrupts
+# What a shell starts behind itself ignores interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)
 tasks = [Task(name, ["sleep", "600"], pathlib.Path(sys.argv[1]) / name) for name in ("a", "b")]
 threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 try:
     run_tasks(tasks, "test", jobs=2)
 except KeyboardInterrupt:
-    sys.exit(42 if not [child for child in psutil.Process().children() if "sleep" in child.cmdline()] else 1)
+    left = [child for child in psutil.Process().children() if "sleep" in child.cmdline()]
+    sys.exit(42 if not left else 1)
 """
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=120, cwd=ROOT / "recipes").returncode == 42
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)], timeout=120, cwd=ROOT / "recipes"
+        ).returncode
+        == 42
+    )

@@ -14,11 +14,16 @@ def test_reader_masks_labels_and_keeps_those_of_the_rows():
     ids = torch.tensor([[5, 0, 6, 2, 7]])
     for given in (ids, ids.tolist()):  # tensors, and what a data set gives its transform
         batch = RowReader([2, 0])({"input_ids": given})
-        assert batch["labels"].tolist() == [[5, -100, 6, -100, 7]] and torch.equal(batch["input_ids"], ids)
+        assert batch["labels"].tolist() == [[5, -100, 6, -100, 7]] and torch.equal(
+            batch["input_ids"], ids
+        )
         assert "position_ids" not in batch
     labels = torch.tensor([-100, 0, 6, 2, -100])
     batch = RowReader([2], end_of_text=0).collate(
-        [{"input_ids": ids[0].int(), "labels": labels}, {"input_ids": ids[0].int(), "labels": ids[0]}]
+        [
+            {"input_ids": ids[0].int(), "labels": labels},
+            {"input_ids": ids[0].int(), "labels": ids[0]},
+        ]
     )
     assert torch.equal(batch["input_ids"], ids.expand(2, -1))  # of 64 bits
     assert batch["labels"].tolist() == [[-100, 0, 6, -100, -100], [5, 0, 6, -100, 7]]

@@ -1,4 +1,5 @@
-"""Files and folders that appear when they are complete, also where two writers make the same one."""
+"""Files and folders that appear when they are complete, also where two writers make the same
+one."""
 
 import json
 import os
@@ -40,7 +41,9 @@ def test_one_writer_of_a_stage_inside_another(tmp_path):
         assert {file.name: file.read_text() for file in folder.glob("*d")} == {"second": "inner"}
         assert (folder / "first").read_text() == "inner"
 
-    record = preparation.run_stage(folder, {"text": "outer"}, lambda partial: build(partial, "outer", inner))
+    record = preparation.run_stage(
+        folder, {"text": "outer"}, lambda partial: build(partial, "outer", inner)
+    )
     assert record["result"] == {"text": "outer"} and not record["reused"]
     assert (folder / "first").read_text() == (folder / "second").read_text() == "outer"
     assert os.listdir(tmp_path) == ["rows"]
@@ -55,8 +58,13 @@ def test_a_lock_clears_what_was_left_and_keeps_others_out(tmp_path):
     for file in (part, tmp_path / "mine.part"):
         file.write_text("{")
     with stages.locked_folder(tmp_path):
-        assert not any(path.exists() for path in (*left, part)) and (tmp_path / "mine.part").exists()
-        with pytest.raises(UserError, match="another run is writing there"), stages.locked_folder(tmp_path):
+        assert (
+            not any(path.exists() for path in (*left, part)) and (tmp_path / "mine.part").exists()
+        )
+        with (
+            pytest.raises(UserError, match="another run is writing there"),
+            stages.locked_folder(tmp_path),
+        ):
             pass
     with stages.locked_folder(tmp_path) as held:
         assert held == tmp_path

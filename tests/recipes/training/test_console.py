@@ -1,4 +1,5 @@
-"""What a training says: a line for each step that it logs, a clear end, no bars and dictionaries."""
+"""What a training says: a line for each step that it logs, a clear end, no bars and
+dictionaries."""
 
 import json
 from types import SimpleNamespace
@@ -11,13 +12,17 @@ TRAIN = {"step": 10, "train_loss": 4.25, "tokens_per_second": 12_345.6}
 
 def test_a_logged_step_is_a_line(monkeypatch, capsys):
     clock = iter(range(0, 10_000, 10))
-    monkeypatch.setattr(console, "time", SimpleNamespace(perf_counter=lambda: next(clock)))  # 10 s go by for each
+    # 10 s go by for each
+    monkeypatch.setattr(console, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     lines, history = console.StepLines(), []
-    state = SimpleNamespace(global_step=0, max_steps=1000, is_world_process_zero=True, log_history=history)
+    state = SimpleNamespace(
+        global_step=0, max_steps=1000, is_world_process_zero=True, log_history=history
+    )
     lines.on_train_begin(None, state, None)
     gates = {"gate_min": 0.125, "gate_max": 0.5}
     for line in (TRAIN | gates, TRAIN | {"step": 500}, {"step": 1000, "eval_loss": 3.25}, None):
-        history.append({} if line is None else {"line": line})  # the last is the Trainer's own summary
+        # the last is the Trainer's own summary
+        history.append({} if line is None else {"line": line})
         lines.on_log(None, state, None)
     assert capsys.readouterr().err.splitlines() == [
         "step     10   loss 4.2500   12,346 tokens/s   gates 0.12 to 0.50   0:16:30 left",
@@ -28,15 +33,23 @@ def test_a_logged_step_is_a_line(monkeypatch, capsys):
 
 def test_a_training_says_what_it_reached_and_what_comes_next(base, tmp_path, capfd):
     data, out = prepared_data(base), tmp_path / "a run"
-    load_recipe("train").main([*map(str, infini_options(data)), "--max_steps", "4", "--out", str(out)])
+    load_recipe("train").main(
+        [*map(str, infini_options(data)), "--max_steps", "4", "--out", str(out)]
+    )
     shown, errors = capfd.readouterr()
     found = json.loads((out / "result.json").read_text(encoding="utf-8"))
     lines = shown.splitlines()
     assert [line[:9].strip() for line in lines] == ["reached", "trained", "model", "next", ""]
-    assert f"cross-entropy {found['cross_entropy']:.4f} nats per token, perplexity {found['perplexity']:.2f}, " in lines[0]
+    assert (
+        f"cross-entropy {found['cross_entropy']:.4f} nats per token, perplexity "
+        f"{found['perplexity']:.2f}, "
+    ) in lines[0]
     assert f"{found['tokens']:,} tokens in" in lines[1]
     assert lines[3] == f"next     python recipes/evaluate_model.py --model '{out}' --data {data}"
-    logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    logged = [
+        json.loads(line)
+        for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     said = [line for line in errors.splitlines() if line.startswith("step ")]
     assert [int(line[5:11].replace(",", "")) for line in said] == [line["step"] for line in logged]
     assert f"loss {logged[0]['train_loss']:.4f}" in said[0]
@@ -45,7 +58,13 @@ def test_a_training_says_what_it_reached_and_what_comes_next(base, tmp_path, cap
 
 def test_gates_that_no_token_reads_are_not_shown(base, tmp_path, capsys):
     """A segment as long as the rows: every token finds the memory empty."""
-    words = [*map(str, infini_options(prepared_data(base))), "--segment_length", str(CONTEXT), "--max_steps", "2"]
+    words = [
+        *map(str, infini_options(prepared_data(base))),
+        "--segment_length",
+        str(CONTEXT),
+        "--max_steps",
+        "2",
+    ]
     load_recipe("train").main([*words, "--out", str(tmp_path / "run")])
     result = json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))
     assert result["gates"] == {}

@@ -1,4 +1,5 @@
-"""Training that starts from a model: a whole one, of the data's tokenizer, perhaps with a shorter convolution."""
+"""Training that starts from a model: a whole one, of the data's tokenizer, perhaps with a shorter
+convolution."""
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ SAME_SIZE = build_character_tokenizer(["O rato roeu a roupa do rei de Lima."])
 
 
 def start(folder, tokenizer=TOKENIZER):
-    return build_model(build_config(ModelOptions(init_from=str(folder)), tokenizer, CONTEXT), str(folder))
+    return build_model(
+        build_config(ModelOptions(init_from=str(folder)), tokenizer, CONTEXT), str(folder)
+    )
 
 
 @pytest.mark.parametrize("attention", ["infini", "self"])
@@ -31,13 +34,17 @@ def test_a_model_that_is_damaged_or_of_another_tokenizer(attention, tmp_path):
     tensors = load_file(file)
     del tensors["transformer.h.1.ln_1.weight"]
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(ValueError, match="are incomplete: 1 tensors, such as transformer.h.1.ln_1.weight"):
+    with pytest.raises(
+        ValueError, match="are incomplete: 1 tensors, such as transformer.h.1.ln_1.weight"
+    ):
         start(tmp_path)
 
 
 def saved(folder, taps: int):
     """A small model with random taps, which also lies in the folder."""
-    options = ModelOptions(n_layer=2, n_embd=16, n_head=2, segment_length=8, position_encoding="rope", memory_conv=taps)
+    options = ModelOptions(
+        n_layer=2, n_embd=16, n_head=2, segment_length=8, position_encoding="rope", memory_conv=taps
+    )
     model = build_model(build_config(options, TOKENIZER, CONTEXT), None).eval()
     for block in model.transformer.h:
         if taps:
@@ -49,9 +56,14 @@ def saved(folder, taps: int):
 @pytest.mark.parametrize("taps", [0, 2])
 def test_a_convolution_grows_by_taps_that_do_nothing_yet(taps, tmp_path):
     short = saved(tmp_path / "short", taps)
-    grown = build_config(ModelOptions(init_from=str(tmp_path / "short"), memory_conv=5), TOKENIZER, CONTEXT)
+    grown = build_config(
+        ModelOptions(init_from=str(tmp_path / "short"), memory_conv=5), TOKENIZER, CONTEXT
+    )
     model = build_model(grown, str(tmp_path / "short"))
-    assert model.transformer.h[0].attn.memory_conv.shape == (5, 16) and model.transformer.h[0].attn.memory_conv.requires_grad
+    assert (
+        model.transformer.h[0].attn.memory_conv.shape == (5, 16)
+        and model.transformer.h[0].attn.memory_conv.requires_grad
+    )
     model.save_pretrained(tmp_path / "long")
     ids = torch.arange(2 * 40).reshape(2, 40) % len(TOKENIZER)
     with torch.no_grad():
@@ -61,7 +73,8 @@ def test_a_convolution_grows_by_taps_that_do_nothing_yet(taps, tmp_path):
             # In pieces, too: what the convolution carries over is as long as it
             first = other(ids[:, :11], use_cache=True)
             last = other(ids[:, 11:], past_key_values=first.past_key_values).logits
-            torch.testing.assert_close(last, expected[:, 11:], rtol=1e-4, atol=1e-5)  # float32 sums in another order
+            # float32 sums in another order
+            torch.testing.assert_close(last, expected[:, 11:], rtol=1e-4, atol=1e-5)
 
 
 def test_no_tap_is_taken_away(tmp_path):

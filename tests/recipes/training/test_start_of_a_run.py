@@ -1,4 +1,5 @@
-"""The start of a run: one process at a time holds its folder, and a start that came to nothing can be tried again."""
+"""The start of a run: one process at a time holds its folder, and a start that came to nothing can
+be tried again."""
 
 import json
 
@@ -23,7 +24,9 @@ def test_all_processes_of_a_launch_learn_that_the_folder_is_held(base, tmp_path)
         # Not by a launcher, which would end the second process as soon as the first has failed
         answers = on_ranks(run_as_rank, 2, "train", command)
     for (done,) in answers:
-        assert done.returncode == 1 and "another run is writing there" in done.stderr.splitlines()[-1]
+        assert (
+            done.returncode == 1 and "another run is writing there" in done.stderr.splitlines()[-1]
+        )
     assert [path.name for path in tmp_path.iterdir()] == [".stages"]
 
 
@@ -36,4 +39,6 @@ def test_options_that_make_no_model_can_be_corrected(base, tmp_path, monkeypatch
         train.main([*options(base, tmp_path), "--seed", "7"])
     assert not (tmp_path / "run.json").exists()
     train.main([*options(base, tmp_path), "--seed", "8"])
-    assert json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))["options"]["seed"] == 8
+    assert (
+        json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))["options"]["seed"] == 8
+    )

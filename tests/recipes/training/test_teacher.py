@@ -1,4 +1,5 @@
-"""The teacher inside a patched model computes what the plain model does, and layers are compared on its inputs."""
+"""The teacher inside a patched model computes what the plain model does, and layers are compared on
+its inputs."""
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from models import gpt2, token_ids
 from training.teacher import full_attention
 
 IDS = token_ids(2, 60)
-MAKERS = {name: lambda name=name: decoder(name) for name in ("llama", "gemma2", "smollm3", "gpt_neox")} | {"gpt2": gpt2}
+MAKERS = {
+    name: lambda name=name: decoder(name) for name in ("llama", "gemma2", "smollm3", "gpt_neox")
+} | {"gpt2": gpt2}
 OPTIONS = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "memory_conv": 2}
 makers = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 

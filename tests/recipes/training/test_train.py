@@ -1,4 +1,5 @@
-"""The train recipe end to end on tiny models and real text: killed and resumed, distributed, continued, refused."""
+"""The train recipe end to end on tiny models and real text: killed and resumed, distributed,
+continued, refused."""
 
 import shutil
 
@@ -33,11 +34,19 @@ train = load_recipe("train")
 
 @pytest.fixture(scope="module")
 def self_run(base):
-    run_recipe("train", *self_options(prepared_data(base)), "--gradient_accumulation", 4, "--out", base / "self")
+    run_recipe(
+        "train",
+        *self_options(prepared_data(base)),
+        "--gradient_accumulation",
+        4,
+        "--out",
+        base / "self",
+    )
     return base / "self"
 
 
-# --- a run ------------------------------------------------------------------------------------------------------------
+# --- a run
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -46,15 +55,21 @@ def test_a_run_leaves_a_model_and_its_numbers(base):
     found = result(folder)
     steps = found["steps"]
     assert steps * 64 * CONTEXT == found["tokens"] and steps > 2 * (steps // 2.5)
-    assert found["perplexity"] == pytest.approx(torch.tensor(found["cross_entropy"]).double().exp().item())
-    assert found["parameters"] > 0 and found["peak_rss_mib"] > 100 and found["tokens_per_second"] > 0
+    assert found["perplexity"] == pytest.approx(
+        torch.tensor(found["cross_entropy"]).double().exp().item()
+    )
+    assert (
+        found["parameters"] > 0 and found["peak_rss_mib"] > 100 and found["tokens_per_second"] > 0
+    )
     assert found["options"]["data"] == found["data_fingerprint"] and found["seed"] == 0
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert isinstance(model, InfiniGPT2LMHeadModel) and model.config.segment_length == 16
-    assert model.config.use_cache and model.generation_config.use_cache  # the Trainer's setting is for training only
+    # the Trainer's setting is for training only
+    assert model.config.use_cache and model.generation_config.use_cache
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(folder))
     assert found["gates"] == training.gate_values(model)
-    assert all(abs(gate - 0.5) > 1e-4 for layer in found["gates"].values() for gate in layer)  # every gate has moved
+    # every gate has moved
+    assert all(abs(gate - 0.5) > 1e-4 for layer in found["gates"].values() for gate in layer)
     assert (folder / "loss_curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -65,11 +80,15 @@ def test_metrics_lines(base):
     evaluations = [line for line in lines if "eval_loss" in line]
     assert all(line["tokens"] == line["step"] * 64 * CONTEXT for line in lines)
     last = result(straight_run(base))["steps"]
-    logged = {*range(2, last + 1, 2), *range(3, last + 1, 3), last}  # every 2 steps, and with every checkpoint
+    # every 2 steps, and with every checkpoint
+    logged = {*range(2, last + 1, 2), *range(3, last + 1, 3), last}
     assert [line["step"] for line in training_lines] == sorted(logged)
     assert training_lines[-1]["train_loss"] < training_lines[0]["train_loss"] - 0.3  # it learns
     assert evaluations[-1]["step"] == last
-    assert all({"learning_rate", "tokens_per_second", "gate_mean"} <= line.keys() for line in training_lines)
+    assert all(
+        {"learning_rate", "tokens_per_second", "gate_mean"} <= line.keys()
+        for line in training_lines
+    )
     assert all(list(line["gates"]) == ["0", "1"] for line in evaluations)
 
 
@@ -100,7 +119,10 @@ def test_a_finished_run_says_so_and_other_options_are_refused(base, capsys):
         train.main([*options, "--seed", "7", "--update_rule", "delta"])
     message = capsys.readouterr().err
     assert stopped.value.code == 1 and "Traceback" not in message
-    assert "seed was 0 and is now 7" in message and "update_rule was None and is now 'delta'" in message
+    assert (
+        "seed was 0 and is now 7" in message
+        and "update_rule was None and is now 'delta'" in message
+    )
     assert "learning_rate was" not in message
 
 
@@ -113,37 +135,73 @@ def test_a_run_of_other_options_is_another_run(tmp_path):
             run_folder.check_same_run(tmp_path, now | changed)
 
 
-# --- several processes ------------------------------------------------------------------------------------------------
+# --- several processes
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_two_processes_train_what_one_does(base, self_run):
     options = [*self_options(prepared_data(base)), "--gradient_accumulation", 2]
-    assert "2 process(es)" in on_ranks(run_as_rank, 2, "train", [*options, "--out", base / "two"])[0][0].stderr
+    assert (
+        "2 process(es)"
+        in on_ranks(run_as_rank, 2, "train", [*options, "--out", base / "two"])[0][0].stderr
+    )
     assert (base / "two" / "checkpoint-5" / "rng_state_1.pth").is_file()
     one, two = losses(self_run), losses(base / "two")
     assert [line[0] for line in one] == [line[0] for line in two]
     for (_, *of_one, _), (_, *of_two, _) in zip(one, two, strict=True):
-        # The gradients of 16 rows are summed in another order; 5 steps of AdamW let that grow a little
-        assert of_one == [pytest.approx(value, rel=1e-4) if value is not None else None for value in of_two]
+        # The gradients of 16 rows are summed in another order; 5 steps of AdamW let that grow a
+        # little
+        assert of_one == [
+            pytest.approx(value, rel=1e-4) if value is not None else None for value in of_two
+        ]
     assert result(self_run)["tokens"] == result(base / "two")["tokens"]
 
 
-# --- starting from a model --------------------------------------------------------------------------------------------
+# --- starting from a model
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_infini_starts_from_plain_gpt2(base, self_run, tmp_path, capsys):
-    shared = ["--data", str(prepared_data(base)), "--use_cpu", "true", "--out", str(tmp_path / "out")]
-    more = ["--attention", "infini", "--segment_length", "8", "--memory_conv", "2", "--max_steps", "2"]
-    train.main([*shared, *more, "--init_from", str(self_run), "--learning_rate", "1e-9", "--gradient_checkpointing"])
+    shared = [
+        "--data",
+        str(prepared_data(base)),
+        "--use_cpu",
+        "true",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    more = [
+        "--attention",
+        "infini",
+        "--segment_length",
+        "8",
+        "--memory_conv",
+        "2",
+        "--max_steps",
+        "2",
+    ]
+    train.main(
+        [
+            *shared,
+            *more,
+            "--init_from",
+            str(self_run),
+            "--learning_rate",
+            "1e-9",
+            "--gradient_checkpointing",
+        ]
+    )
     plain = GPT2LMHeadModel.from_pretrained(self_run)
     infini = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert infini.config.segment_length == 8 and infini.config.memory_conv == 2
     weights = dict(infini.named_parameters())
     for name, weight in plain.named_parameters():
-        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-6)  # two steps at a rate of 1e-9
-    assert not torch.equal(infini.transformer.h[0].attn.gate(), torch.zeros(2))  # whose own rate is 0.01
+        # two steps at a rate of 1e-9
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-6)
+    # whose own rate is 0.01
+    assert not torch.equal(infini.transformer.h[0].attn.gate(), torch.zeros(2))
 
 
 @pytest.mark.slow
@@ -168,17 +226,23 @@ def test_what_a_start_cannot_be(base, self_run, tmp_path):
     assert build_model(longer, str(straight_run(base))).config.position_encoding == "segment"
 
 
-# --- parts ------------------------------------------------------------------------------------------------------------
+# --- parts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_parameter_groups():
-    config = InfiniGPT2Config(vocab_size=20, n_positions=16, n_embd=8, n_layer=2, n_head=2, segment_length=4)
+    config = InfiniGPT2Config(
+        vocab_size=20, n_positions=16, n_embd=8, n_layer=2, n_head=2, segment_length=4
+    )
     config.memory_conv = 2
     config.bos_token_id = config.eos_token_id = 0
     model = InfiniGPT2LMHeadModel(config)
     groups = {group["name"]: group for group in training.parameter_groups(model, 1e-3, 0.01, 0.1)}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    members = {kind: {names[id(parameter)] for parameter in group["params"]} for kind, group in groups.items()}
+    members = {
+        kind: {names[id(parameter)] for parameter in group["params"]}
+        for kind, group in groups.items()
+    }
     assert members["gates"] == {f"transformer.h.{layer}.attn.gate.weight" for layer in range(2)}
     assert groups["gates"]["lr"] == 0.01 and groups["gates"]["weight_decay"] == 0.0
     assert groups["vectors"]["lr"] == 1e-3 and groups["vectors"]["weight_decay"] == 0.0
@@ -187,19 +251,41 @@ def test_parameter_groups():
     assert {"transformer.ln_f.weight", "transformer.h.0.mlp.c_fc.bias"} <= members["vectors"]
     assert {"transformer.wte.weight", "transformer.h.1.attn.c_attn.weight"} <= members["matrices"]
     assert sum(map(len, members.values())) == len(names)  # each in one group
-    groups = {group["name"]: group["params"] for group in training.parameter_groups(model.bfloat16(), 1e-3, 0.01, 0.1)}
+    groups = {
+        group["name"]: group["params"]
+        for group in training.parameter_groups(model.bfloat16(), 1e-3, 0.01, 0.1)
+    }
     dtypes = {kind: {parameter.dtype for parameter in group} for kind, group in groups.items()}
-    assert dtypes == {"gates": {torch.float32}, "vectors": {torch.bfloat16}, "matrices": {torch.bfloat16}}
-    config = CausalMHAConfig(n_layer=1, n_embd=8, n_head=2, score="additive", position_encoding="relative_key")
-    groups = {group["name"]: group for group in training.parameter_groups(CausalMHAForCausalLM(config), 1e-3, 0.01, 0.1)}
-    assert "gates" not in groups and sum(parameter.dim() > 1 for parameter in groups["vectors"]["params"]) >= 3
+    assert dtypes == {
+        "gates": {torch.float32},
+        "vectors": {torch.bfloat16},
+        "matrices": {torch.bfloat16},
+    }
+    config = CausalMHAConfig(
+        n_layer=1, n_embd=8, n_head=2, score="additive", position_encoding="relative_key"
+    )
+    groups = {
+        group["name"]: group
+        for group in training.parameter_groups(CausalMHAForCausalLM(config), 1e-3, 0.01, 0.1)
+    }
+    assert (
+        "gates" not in groups
+        and sum(parameter.dim() > 1 for parameter in groups["vectors"]["params"]) >= 3
+    )
 
 
 def test_the_first_end_reached_counts():
     def steps(**ends):
-        return setup.number_of_steps(train.RunOptions(data="", out="", **ends), 10, tokens_per_step=100)
+        return setup.number_of_steps(
+            train.RunOptions(data="", out="", **ends), 10, tokens_per_step=100
+        )
 
-    assert (steps(), steps(epochs=2.5), steps(max_steps=3), steps(max_tokens=1201)) == (10, 25, 3, 13)
+    assert (steps(), steps(epochs=2.5), steps(max_steps=3), steps(max_tokens=1201)) == (
+        10,
+        25,
+        3,
+        13,
+    )
     assert (steps(epochs=1.0, max_tokens=5000), steps(max_steps=40, max_tokens=5000)) == (10, 40)
 
 
@@ -208,17 +294,31 @@ def test_user_errors(base, tmp_path, capsys):
         (["--batch_size", "100000"], "lower --batch_size"),
         (["--layers", "0", "9"], "layers must name some of the 4 layers"),
     ):
-        words = ["--data", prepared_data(base), "--use_cpu", "true", "--out", tmp_path / "o", *options]
+        words = [
+            "--data",
+            prepared_data(base),
+            "--use_cpu",
+            "true",
+            "--out",
+            tmp_path / "o",
+            *options,
+        ]
         refused(train.main, words, capsys, message, keeps=tmp_path)
 
 
-CONFIGS = sorted(path for path in (ROOT / "recipes" / "configs").glob("[!a]*.yaml") if "train.py" in path.read_text())
+CONFIGS = sorted(
+    path
+    for path in (ROOT / "recipes" / "configs").glob("[!a]*.yaml")
+    if "train.py" in path.read_text()
+)
 
 
 def test_every_config_is_parsed_by_the_recipe():
     for config in CONFIGS:
         first_line = config.read_text(encoding="utf-8").splitlines()[0]
-        assert first_line.startswith("# python recipes/train.py --config recipes/configs/" + config.name)
+        assert first_line.startswith(
+            "# python recipes/train.py --config recipes/configs/" + config.name
+        )
         _, shape, _ = parse_options(*OPTIONS, description="", argv=first_line.split()[3:])
         assert shape.model == "causal_mha" or shape.segment_length
 

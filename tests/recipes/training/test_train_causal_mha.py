@@ -1,4 +1,5 @@
-"""The train recipe with the from-scratch family: its options, its kinds of attention end to end, and what is refused."""
+"""The train recipe with the from-scratch family: its options, its kinds of attention end to end,
+and what is refused."""
 
 import math
 
@@ -33,7 +34,8 @@ def tokenizer(base):
     return AutoTokenizer.from_pretrained(prepared_data(base) / "tokenizer")
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
+# --- runs
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -49,7 +51,9 @@ def test_every_kind_of_attention_trains(base, kind):
     assert found["options"]["model"] == "causal_mha" and found["options"]["attention"] == kind
     given = dict(zip(KINDS[kind][::2], KINDS[kind][1::2], strict=True))
     for flag, value in given.items():
-        assert str(getattr(model.config, flag[2:])).lower() == value or getattr(model.config, flag[2:]) == float(value)
+        assert str(getattr(model.config, flag[2:])).lower() == value or getattr(
+            model.config, flag[2:]
+        ) == float(value)
     assert model.num_parameters() == found["parameters"]
     rows = prepared_rows(prepared_data(base), "validation")
     # The same rows in batches of another size, ends of text not counted: sums in another order
@@ -60,38 +64,76 @@ def test_every_kind_of_attention_trains(base, kind):
     if kind == "infini":
         assert found["gates"] == training.gate_values(model) and list(found["gates"]) == ["0", "1"]
         at_the_start = torch.sigmoid(torch.tensor(-1.0)).item()
-        assert all(abs(gate - at_the_start) > 1e-4 for layer in found["gates"].values() for gate in layer)
+        assert all(
+            abs(gate - at_the_start) > 1e-4 for layer in found["gates"].values() for gate in layer
+        )
 
 
-# --- starting from a model --------------------------------------------------------------------------------------------
+# --- starting from a model
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_trained_model_gets_a_memory(base, tmp_path):
     start = trained(base, "local")
-    options = ["--data", str(prepared_data(base)), "--use_cpu", "true", "--model", "causal_mha", "--max_steps", "2"]
-    options += ["--attention", "infini", "--init_from", str(start), "--learning_rate", "1e-9", "--out", str(tmp_path / "o")]
+    options = [
+        "--data",
+        str(prepared_data(base)),
+        "--use_cpu",
+        "true",
+        "--model",
+        "causal_mha",
+        "--max_steps",
+        "2",
+    ]
+    options += [
+        "--attention",
+        "infini",
+        "--init_from",
+        str(start),
+        "--learning_rate",
+        "1e-9",
+        "--out",
+        str(tmp_path / "o"),
+    ]
     train.main(options)
-    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (start, tmp_path / "o"))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder) for folder in (start, tmp_path / "o")
+    )
     assert after.config.segment_length == CONTEXT // 8 and after.config.sliding_window is None
-    assert after.config.position_encoding == "rope" and after.config.rope_theta == 100 and after.config.n_inner == 48
+    assert (
+        after.config.position_encoding == "rope"
+        and after.config.rope_theta == 100
+        and after.config.n_inner == 48
+    )
     weights = dict(after.named_parameters())
     for name, weight in before.named_parameters():
-        torch.testing.assert_close(weights.pop(name), weight, rtol=0, atol=1e-6)  # two steps at a rate of 1e-9
+        # two steps at a rate of 1e-9
+        torch.testing.assert_close(weights.pop(name), weight, rtol=0, atol=1e-6)
     assert sorted(weights) == [f"transformer.h.{layer}.attn.gate.weight" for layer in (0, 1)]
     assert all(gate.abs().min() > 1e-3 for gate in weights.values())  # their own rate is 0.01
 
 
-# --- options ----------------------------------------------------------------------------------------------------------
+# --- options
+# --------------------------------------------------------------------------------------------------
 
 
 def test_defaults_are_the_configurations_own(tokenizer):
     config = build_config(ModelOptions(model="causal_mha"), tokenizer, CONTEXT)
     fresh = CausalMHAConfig()
     names = (*MEMORY, *SCRATCH)
-    assert {name: getattr(config, name) for name in names} == {name: getattr(fresh, name) for name in names}
-    assert (config.attention, config.n_positions, config.vocab_size) == ("global", CONTEXT, len(tokenizer))
-    assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert {name: getattr(config, name) for name in names} == {
+        name: getattr(fresh, name) for name in names
+    }
+    assert (config.attention, config.n_positions, config.vocab_size) == (
+        "global",
+        CONTEXT,
+        len(tokenizer),
+    )
+    assert (config.eos_token_id, config.pad_token_id) == (
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
     local = build_config(ModelOptions(model="causal_mha", attention="local"), tokenizer, CONTEXT)
     infini = build_config(ModelOptions(model="causal_mha", attention="infini"), tokenizer, CONTEXT)
     assert (local.sliding_window, local.segment_length) == (CONTEXT // 8, None)
@@ -100,15 +142,43 @@ def test_defaults_are_the_configurations_own(tokenizer):
 
 def test_options_that_do_not_go_together(tokenizer):
     for options, message in (
-        ({"segment_length": 4}, "--segment_length belongs to --attention infini and does nothing with --attention global"),
-        ({"position_encoding": "segment"}, r"'position_encoding' expected one of \('learned', .*\), got segment"),
-        ({"model": "gpt2", "attention": "self", "segment_length": 8}, "belongs to --attention infini .* self: leave it"),
-        ({"model": "gpt2", "attention": "self", "position_encoding": "rope"}, "rope, but GPT-2's .* --model causal_mha"),
-        ({"attention": "self"}, "--attention self, but --model causal_mha has global, local, infini, none"),
-        ({"model": "gpt2", "score": "dot"}, "--score belongs to --model causal_mha and does nothing with --model gpt2"),
-        ({"attention": "none", "qkv_bias": False}, "--qkv_bias belongs to --attention global or local or infini"),
-        ({"position_encoding": "alibi", "max_distance": 9}, "--max_distance belongs to .* relative_key or t5 and does"),
-        ({"attention": "infini", "position_encoding": "alibi"}, "attention='infini' goes with position_encoding"),
+        (
+            {"segment_length": 4},
+            "--segment_length belongs to --attention infini and does nothing "
+            "with --attention global",
+        ),
+        (
+            {"position_encoding": "segment"},
+            r"'position_encoding' expected one of \('learned', .*\), got segment",
+        ),
+        (
+            {"model": "gpt2", "attention": "self", "segment_length": 8},
+            "belongs to --attention infini .* self: leave it",
+        ),
+        (
+            {"model": "gpt2", "attention": "self", "position_encoding": "rope"},
+            "rope, but GPT-2's .* --model causal_mha",
+        ),
+        (
+            {"attention": "self"},
+            "--attention self, but --model causal_mha has global, local, infini, none",
+        ),
+        (
+            {"model": "gpt2", "score": "dot"},
+            "--score belongs to --model causal_mha and does nothing with --model gpt2",
+        ),
+        (
+            {"attention": "none", "qkv_bias": False},
+            "--qkv_bias belongs to --attention global or local or infini",
+        ),
+        (
+            {"position_encoding": "alibi", "max_distance": 9},
+            "--max_distance belongs to .* relative_key or t5 and does",
+        ),
+        (
+            {"attention": "infini", "position_encoding": "alibi"},
+            "attention='infini' goes with position_encoding",
+        ),
         ({"n_head": 3}, "--n_head 3 does not divide --n_embd 256"),
         ({"dropout": 1.5}, "dropout must be at least 0 and below 1"),
     ):
@@ -119,10 +189,15 @@ def test_options_that_do_not_go_together(tokenizer):
 
 @pytest.mark.parametrize(("attention", "rate"), [("self", None), ("infini", 0.01)])
 def test_a_rate_of_gates_is_for_models_with_gates(tokenizer, attention, rate):
-    config = build_config(ModelOptions(attention=attention, mask_special_tokens=False), tokenizer, CONTEXT)
+    config = build_config(
+        ModelOptions(attention=attention, mask_special_tokens=False), tokenizer, CONTEXT
+    )
     assert setup.gate_rate(None, config) == rate
     if rate is None:
-        with pytest.raises(UserError, match="--gate_learning_rate is for the gates of a memory, and this model has none"):
+        with pytest.raises(
+            UserError,
+            match="--gate_learning_rate is for the gates of a memory, and this model has none",
+        ):
             setup.gate_rate(0.5, config)
     else:
         assert setup.gate_rate(0.5, config) == 0.5
@@ -134,8 +209,11 @@ CONFIGS = sorted((ROOT / "recipes" / "configs").glob("shakespeare_*.yaml"))
 def test_the_shakespeare_configs_make_their_models(tokenizer):
     for file in CONFIGS:
         argv = ["--data", "d", "--out", "o", "--config", str(file)]
-        _, shape, _ = parse_options(train.RunOptions, ModelOptions, train.OptimizerOptions, description="", argv=argv)
+        _, shape, _ = parse_options(
+            train.RunOptions, ModelOptions, train.OptimizerOptions, description="", argv=argv
+        )
         config = build_config(shape, tokenizer, 50)
         assert (config.n_embd, config.n_layer, config.n_inner) == (128, 2, 512)
         config.vocab_size = 109  # the published table's
-        assert build_model(config, None).num_parameters() <= 431_104  # the sum of its rows: nobody's budget is larger
+        # the sum of its rows: nobody's budget is larger
+        assert build_model(config, None).num_parameters() <= 431_104

@@ -1,5 +1,5 @@
-"""The Trainer of train.py: a loss of few logits is that of all, and an evaluation weights by tokens, as the model plainly
-does row by row."""
+"""The Trainer of train.py: a loss of few logits is that of all, and an evaluation weights by
+tokens, as the model plainly does row by row."""
 
 import math
 import os
@@ -23,7 +23,8 @@ NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
 def packed_ids(rows: int = 2):
-    """Rows of 50 tokens; documents end with END, at different places, one of them has END alone, one row none."""
+    """Rows of 50 tokens; documents end with END, at different places, one of them has END alone,
+    one row none."""
     ids = token_ids(rows, 50).clamp(min=1)
     ids[0, [10, 11, 30]] = END
     ids[1, [0, 24, 49]] = END
@@ -32,10 +33,16 @@ def packed_ids(rows: int = 2):
 
 def trainer_of(model, folder, report_to=(), **options) -> PerplexityTrainer:
     arguments = TrainingArguments(
-        str(folder), use_cpu=True, disable_tqdm=True, report_to=[*report_to], per_device_eval_batch_size=2,
+        str(folder),
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to=[*report_to],
+        per_device_eval_batch_size=2,
         remove_unused_columns=False,
-    )  # fmt: skip
-    return PerplexityTrainer(model, arguments, optimizer_of=lambda model: torch.optim.SGD(model.parameters()), **options)
+    )
+    return PerplexityTrainer(
+        model, arguments, optimizer_of=lambda model: torch.optim.SGD(model.parameters()), **options
+    )
 
 
 def gemma2(**options):
@@ -50,26 +57,43 @@ def test_logits_of_the_learned_places_give_the_same_loss_and_gradients(make, ite
     model.loss_type = "ForCausalLM"
     trainer = trainer_of(model.train(), tmp_path)
     ids = packed_ids()
-    labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.8, -100)
+    labels = ids.masked_fill(
+        torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.8, -100
+    )
     batch = RowReader([END], END)({"input_ids": ids, "labels": labels})
     items = None if items is None else torch.tensor(items)
     calls = []
-    model.get_output_embeddings().register_forward_hook(lambda module, given, output: calls.append(output.shape[:2]))
+    model.get_output_embeddings().register_forward_hook(
+        lambda module, given, output: calls.append(output.shape[:2])
+    )
     plain = super(PerplexityTrainer, trainer).compute_loss
-    losses = [function(model, batch, num_items_in_batch=items) for function in (trainer.compute_loss, plain)]
+    losses = [
+        function(model, batch, num_items_in_batch=items)
+        for function in (trainer.compute_loss, plain)
+    ]
     assert calls == [(2, COLUMNS_OF_THE_HEAD), (2, 50)]  # and not another number in every batch
     torch.testing.assert_close(*losses, rtol=FLOAT32, atol=0)
-    for few, all_places in zip(*(torch.autograd.grad(loss, list(model.parameters())) for loss in losses), strict=True):
-        torch.testing.assert_close(few, all_places, rtol=FLOAT32, atol=1e-6 * max(1.0, float(all_places.abs().max())))
+    for few, all_places in zip(
+        *(torch.autograd.grad(loss, list(model.parameters())) for loss in losses), strict=True
+    ):
+        torch.testing.assert_close(
+            few, all_places, rtol=FLOAT32, atol=1e-6 * max(1.0, float(all_places.abs().max()))
+        )
 
 
-# --- evaluation -------------------------------------------------------------------------------------------------------
+# --- evaluation
+# --------------------------------------------------------------------------------------------------
 
 
 def evaluated(make, folder, **options) -> dict:
-    """What an evaluation finds as train.py makes it, where END is trained and not judged, on 5 rows in batches of 2."""
-    rows = Dataset.from_dict({"input_ids": packed_ids(5).tolist()}).with_transform(RowReader([END], END))
-    return trainer_of(make(), folder, eval_dataset=rows, data_collator=RowReader([], END).collate, **options).evaluate()
+    """What an evaluation finds as train.py makes it, where END is trained and not judged, on 5 rows
+    in batches of 2."""
+    rows = Dataset.from_dict({"input_ids": packed_ids(5).tolist()}).with_transform(
+        RowReader([END], END)
+    )
+    return trainer_of(
+        make(), folder, eval_dataset=rows, data_collator=RowReader([], END).collate, **options
+    ).evaluate()
 
 
 def read_by_row(make) -> tuple[float, int]:
@@ -78,8 +102,14 @@ def read_by_row(make) -> tuple[float, int]:
     for row in packed_ids(5):
         batch = RowReader([END], END)({"input_ids": row[None]})
         with torch.no_grad():
-            logits = model(row[None], position_ids=batch["position_ids"], use_cache=False).logits[0, :-1].double()
-        losses.append(F.cross_entropy(logits, batch["labels"][0, 1:], reduction="none")[row[1:] != END])
+            logits = (
+                model(row[None], position_ids=batch["position_ids"], use_cache=False)
+                .logits[0, :-1]
+                .double()
+            )
+        losses.append(
+            F.cross_entropy(logits, batch["labels"][0, 1:], reduction="none")[row[1:] != END]
+        )
     assert len({len(each) for each in losses}) > 2  # a mean of means would be another number
     return torch.cat(losses).mean().item(), sum(map(len, losses))
 
@@ -88,21 +118,27 @@ def read_by_row(make) -> tuple[float, int]:
 def test_an_evaluation_weights_by_tokens(make, tmp_path):
     (cross_entropy, tokens), found = read_by_row(make), evaluated(make, tmp_path)
     assert found["eval_tokens"] == tokens == 5 * 49 - 5
-    assert found["eval_loss"] == found["eval_cross_entropy"] == pytest.approx(cross_entropy, rel=1e-5)
+    assert (
+        found["eval_loss"] == found["eval_cross_entropy"] == pytest.approx(cross_entropy, rel=1e-5)
+    )
     assert found["eval_perplexity"] == pytest.approx(math.exp(cross_entropy), rel=1e-4)
     assert not any("gates" in name for name in found)
 
 
 def test_trackers_receive_the_gates(tmp_path):
     found = evaluated(infini_gpt2, tmp_path, report_to=["tensorboard"])
-    gates = [found[f"eval_gates/layer_{layer}_head_{head}"] for layer in range(3) for head in range(4)]
+    gates = [
+        found[f"eval_gates/layer_{layer}_head_{head}"] for layer in range(3) for head in range(4)
+    ]
     assert gates == pytest.approx([*torch.linspace(-1, 1, 4).sigmoid().tolist()] * 3, abs=1e-5)
 
 
 def test_rows_without_a_token_that_counts(tmp_path):
     rows = [{"input_ids": torch.tensor([5, END])}]
     with pytest.raises(ValueError, match="no token was predicted"):
-        trainer_of(infini_gpt2(), tmp_path, eval_dataset=rows, data_collator=RowReader([END]).collate).evaluate()
+        trainer_of(
+            infini_gpt2(), tmp_path, eval_dataset=rows, data_collator=RowReader([END]).collate
+        ).evaluate()
 
 
 def evaluate_on_rank(folder) -> dict:
@@ -117,4 +153,6 @@ def test_two_processes_count_every_row_once(tmp_path):
     cross_entropy, tokens = read_by_row(infini_gpt2)
     for found in on_ranks(evaluate_on_rank, 2, tmp_path):
         assert isinstance(found, dict), found
-        assert found["eval_tokens"] == tokens and found["eval_loss"] == pytest.approx(cross_entropy, rel=1e-5)
+        assert found["eval_tokens"] == tokens and found["eval_loss"] == pytest.approx(
+            cross_entropy, rel=1e-5
+        )
