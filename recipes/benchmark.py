@@ -1,4 +1,4 @@
-r"""Speed and memory of this package beside what else one could use, on this machine, by one command.
+r"""Speed and memory of this package beside what else one could use, by one command.
 
     python recipes/benchmark.py --device cuda --out runs/gpu.json
     python recipes/benchmark.py --parts attention --shapes 4096x256 16384x64 --dtypes bfloat16 \

@@ -15,10 +15,9 @@ passkey: real text with a five-digit number at a depth drawn at random, asked fo
     after it, the last time at the very end;
 facts: the opening of a generated biography, then invented paragraphs and real text, and among them,
     at any distance, a question for every fact of the opening;
-codes: people in real text are given codes, all of which are asked for until the row is full; forms:
-real text with invented facts of 14 forms (lockers, prices, birthplaces, …), all asked for at the
-end;
-    `hf_infini.fit_keep_score` learns from them which tokens are worth keeping;
+codes: people in real text are given codes, all of which are asked for until the row is full;
+forms: real text with invented facts of 14 forms (lockers, prices, birthplaces, …), all asked for
+    at the end; `hf_infini.fit_keep_score` learns from them which tokens are worth keeping;
 echo: real text in which short passages come again, each learned from its third token on;
 paragraphs: the invented paragraphs alone, full of people and years that nobody asks for;
 text: a block of the text of --data, as it is.
