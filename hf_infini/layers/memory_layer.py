@@ -53,6 +53,8 @@ class SharedInputs(NamedTuple):
     return_weights: bool = False  # whether the layers return their local weights
     # gives the layers what other processes have read before this one (context parallelism)
     exchange: Any = None
+    # of positions that are scaled by the length of a text: [`InfiniModelMixin.far_tables`]
+    far_rotary: Any = {}
 
 
 class Gate(nn.Module):
@@ -193,15 +195,20 @@ class MemoryLayerMixin(nn.Module):
         return hidden_states, attend_with_memory
 
     def learned_score(self, hidden_states: Tensor) -> Tensor | None:
-        """What decides which tokens are kept, `[batch, kv_heads, tokens]`, in float32 or wider;
-        `None`: nothing learned."""
+        """What decides which tokens are kept, `[batch, kv_heads, tokens]`, in float32; `None`:
+        nothing learned. Which tokens are kept must depend on the text only, and equal tokens, of
+        which the earlier is kept, have equal scores. But a product of many rows adds up in another
+        order than one of a single row. So it is computed in float64, where the order changes
+        little, and rounded to 15 bits, which also takes in what calls of other lengths change in
+        the inputs of later layers."""
         if not self.window[3] or not hasattr(self, "keep_weight"):
             return None
+        # Apple's GPUs have no float64
+        wide = torch.float32 if hidden_states.device.type == "mps" else torch.float64
         with torch.autocast(hidden_states.device.type, enabled=False):
-            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-            return F.linear(
-                hidden_states.detach().to(dtype), self.keep_weight.detach().to(dtype)
-            ).transpose(1, 2)
+            inputs, weight = hidden_states.detach().to(wide), self.keep_weight.detach().to(wide)
+            score = F.linear(inputs, weight).transpose(1, 2).float()
+        return (score.view(torch.int32) + 2**8 & -(2**9)).view(torch.float32)  # of 24 bits
 
     def log_weight(self, hidden_states: Tensor) -> Tensor | None:
         """The log weight of each token, or its log rates, `[batch, heads, tokens, rates]`; `None`:
@@ -383,6 +390,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         turning: dict[str, Any] = {"rotary": tables}
         if self.turning_function is not None:
             turning = {"rotary": tables if self.turns_states else None, "turn": self.turn}
+            turning["far_rotary"] = infini.far_rotary.get(self.rotary_type)
         if infini.layouts is not None:
             hidden_states, attend = self.begin(hidden_states, infini)
 

@@ -163,9 +163,11 @@ class InfiniModelMixin(ModelBase):
             "position_ids": positions,
             "memory_mask": memory_mask,
         }
-        tables = self.rotary_tables(self.config.places, device=tokens.device)
+        places = self.config.places
+        tables = self.rotary_tables(places, device=tokens.device)
         call = given.get(CACHE), use_cache, given.get("output_attentions")
         infini, cache, use_cache = begin_call(self, ids, tokens, tables, *call, **masks)
+        infini = infini._replace(far_rotary=self.far_tables(places, tokens.device))
         layout = infini.layouts[self.config.window]
         given["position_ids"] = self.own_positions(layout, positions, cache)
         mask = self._masks(layout, cache)
@@ -193,22 +195,48 @@ class InfiniModelMixin(ModelBase):
         """The position embeddings of so many places, `[places, width]` each (one, if they are
         complex numbers), by the type of layer where that matters; empty without rotary positions.
         `dtype`, `device`: `None` for the model's."""
-        rotary = getattr(self, "rotary_emb", None)
-        if rotary is None:
-            return {}
-        device = device_of(self.get_input_embeddings()) if device is None else device
-        given = (
-            torch.empty(1, 1, 1, device=device, dtype=dtype or self.dtype),
-            torch.arange(places, device=device)[None],
-        )
-        kinds: list[str | None] = [None]
-        if self.turns_by_layer_type:
-            kinds = sorted({self.config.layer_types[layer] for layer in self.config.infini_layers})
-        found = {kind: rotary(*given) if kind is None else rotary(*given, kind) for kind in kinds}
+        found = {}
+        for kind in self._kinds_of_positions():
+            limit = scaled_beyond(self.rotary_emb, kind)
+            # Only distances count: positions that end before a text is long enough to scale them
+            first = 0 if limit is None else min(0, limit - 1 - places)
+            found[kind] = self._turned_by(range(first, first + places), kind, dtype, device)
+        return found
+
+    def far_tables(
+        self, places: int, device: torch.device
+    ) -> dict[str | None, tuple[tuple[Tensor, ...], int]]:
+        """Of positions that are scaled by the length of a text: the tables of so many places in
+        texts of more tokens than the returned number, by the type of layer. Empty where so many
+        places have no such positions: then those of short texts serve all."""
+        limits = {kind: scaled_beyond(self.rotary_emb, kind) for kind in self._kinds_of_positions()}
         return {
-            k: (t[0],) if isinstance(t, Tensor) else tuple(table[0] for table in t)
-            for k, t in found.items()
+            kind: (self._turned_by(range(places), kind, None, device), limit)
+            for kind, limit in limits.items()
+            if limit is not None and places > limit
         }
+
+    def _kinds_of_positions(self) -> list[str | None]:
+        """The types of layers with rotary positions of their own; `[None]`: all are alike."""
+        if getattr(self, "rotary_emb", None) is None:
+            return []
+        if not self.turns_by_layer_type:
+            return [None]
+        return sorted({self.config.layer_types[layer] for layer in self.config.infini_layers})
+
+    def _turned_by(
+        self,
+        numbers: range,
+        kind: str | None,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+    ) -> tuple[Tensor, ...]:
+        """The position embeddings of these positions, as in [`InfiniModelMixin.rotary_tables`]."""
+        device = device_of(self.get_input_embeddings()) if device is None else device
+        like = torch.empty(1, 1, 1, device=device, dtype=dtype or self.dtype)
+        positions = torch.arange(numbers.start, numbers.stop, device=device)[None]
+        found = self.rotary_emb(like, positions, *([] if kind is None else [kind]))
+        return (found[0],) if isinstance(found, Tensor) else tuple(table[0] for table in found)
 
     def _masks(self, layout: Layout, cache: InfiniCache | None):
         """The masks of the layers with their own attention, as the own forward takes them
@@ -223,6 +251,21 @@ class InfiniModelMixin(ModelBase):
             written_out = getattr(self.config, "position_encoding", None) == "segment"
             masks |= kept_layers_masks(self.config, layout, cache, self.dtype, written_out)
         return masks if self.takes_masks_by_type else next(iter(masks.values()))
+
+
+def scaled_beyond(rotary: Any, kind: str | None) -> int | None:
+    """Tokens of a text up to which a model's rotary positions, of a type of layer, are as they are,
+    and beyond which they are scaled by its length (longrope, dynamic); `None`: its length does not
+    count."""
+    scaling = getattr(rotary, "rope_type", "default")
+    scaling = scaling if kind is None else scaling[kind]
+    if "dynamic" in scaling:
+        return rotary.original_max_seq_len
+    if scaling != "longrope":
+        return None
+    parameters = rotary.config.rope_parameters
+    parameters = parameters if kind is None else parameters[kind]
+    return parameters["original_max_position_embeddings"]
 
 
 def with_signature(own: Callable, forward: Callable) -> Callable:

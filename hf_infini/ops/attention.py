@@ -12,6 +12,7 @@ segment's window.
 """
 
 import contextlib
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -56,6 +57,7 @@ def infini_attention(
     learned_score: Tensor | None = None,
     rotary: tuple[Tensor, ...] | None = None,
     turn: Callable = rotate,
+    far_rotary: tuple[tuple[Tensor, ...], int] | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
@@ -96,6 +98,9 @@ def infini_attention(
             segment_length` of them. The memory has no positions.
         turn: the function that turns states by the tables' rows for their places, with tables to
             match.
+        far_rotary: for models whose positions are scaled by the length of a text: as many tables
+            as `rotary` has, and the number of a token; they are for the segments whose first token
+            has at least that number in its document.
         scaling: of the local dot products; by default `head_dim ** -0.5`.
         softcap: local scores s become `softcap * tanh(s / softcap)`; by default they stay.
         dropout: probability of dropping a local attention weight.
@@ -115,7 +120,17 @@ def infini_attention(
     rule = memory_rule(update_rule, feature_map=feature_map, keep_score=keep_score, eps=eps)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
     check_arguments(
-        query, key, value, gate, log_weight, learned_score, rule, window, rotary, **numbers
+        query,
+        key,
+        value,
+        gate,
+        log_weight,
+        learned_score,
+        rule,
+        window,
+        rotary,
+        far_rotary,
+        **numbers,
     )
     tokens = Projections(query, key, value, log_weight, learned_score)
     masks = {
@@ -126,7 +141,8 @@ def infini_attention(
     layout = segment_layout(
         query.shape[0], query.shape[2], *window, **masks, state=state, device=query.device
     )
-    softmax = ScoreOptions(scaling, dropout, softcap=softcap, rotary=rotary, turn=turn)
+    turning: Any = {"rotary": rotary, "turn": turn, "far_rotary": far_rotary}
+    softmax = ScoreOptions(scaling, dropout, softcap=softcap, **turning)
     if state is None:
         state = InfiniState.initial(key, value, *window, rule=rule, weighted=log_weight is not None)
     output, new_state, _ = attend(
@@ -184,7 +200,7 @@ def attend_grid(call: AttentionCall) -> Attended:
             keeping.see((compared, keys, mask), begin, end, softmax)
             seen, evicted = keeping.choose(leaving, begin, end)
             leaving, written = evicted[:3], evicted.position >= 0
-            keys, values, mask = with_kept(keys, values, mask, seen, layout, softmax)
+            keys, values, mask = with_kept(keys, values, mask, seen, layout, softmax, begin, end)
             del seen, evicted
         local, weights = window_attention(compared, keys, values, mask, softmax)
         all_weights.append(weights)
@@ -215,11 +231,13 @@ def compared_window(
 ) -> tuple[Tensor, Tensor, Any]:
     """Queries `[B, N, H, C, D]` and keys `[B, N, K, W, D]` of the windows of these segments, sinks
     first, as they are compared, and which see which; without kept tokens."""
-    compared, sinks = softmax.compared(key, layout.key_places()), layout.sink_tokens
+    first, sinks = functools.partial(layout.first_numbers, begin, end), layout.sink_tokens
+    compared = softmax.compared(key, layout.key_places(), first)
     if layout.kept_tokens and sinks:
         turned = sinks_before_kept(key[..., :sinks, :], layout, softmax, begin, end)
         compared = torch.cat([turned, compared[..., sinks:, :]], 3)
-    return softmax.compared(query, layout.query_places), compared, layout.window_mask(begin, end)
+    query = softmax.compared(query, layout.query_places, first)
+    return query, compared, layout.window_mask(begin, end)
 
 
 def state_after(
@@ -311,6 +329,9 @@ def _fits_kernels(call: AttentionCall) -> tuple[bool, str]:
         "no kernel for softcap": softmax.softcap is not None,
         f"no kernel for {query.dtype}": not {query.dtype, key.dtype, value.dtype}
         <= {torch.bfloat16, torch.float16, torch.float32},
+        "no kernel for positions that are scaled by the length of a text": (
+            softmax.far_rotary is not None
+        ),
         "no kernel for this way of turning by rotary positions": softmax.rotary is not None
         and (len(softmax.rotary) != 2 or softmax.rotary[0].shape[-1] != query.shape[3]),
         f"heads are {query.shape[3]} and {value.shape[3]} wide, not one of 16, 32, 64, 128": (

@@ -17,11 +17,15 @@ LIMITS = {
 
 
 def check_arguments(
-    query, key, value, gate, log_weight, learned_score, rule, window, rotary, **numbers
+    query, key, value, gate, log_weight, learned_score, rule, window, rotary, far_rotary, **numbers
 ) -> None:
     """ValueError unless these arguments of [`infini_attention`] fit each other, and `numbers` are
     within [`LIMITS`]."""
     check_window(*window, rotary=rotary)
+    if far_rotary is not None:
+        if rotary is None or len(far_rotary[0]) != len(rotary):
+            raise ValueError("far_rotary takes as many tables as rotary has, and goes with it.")
+        check_window(*window, rotary=far_rotary[0])
     for name, number in numbers.items():
         check_number(name, number, LIMITS[name])
     shapes = [list(tensor.shape) for tensor in (query, key, value)]

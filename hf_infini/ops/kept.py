@@ -14,6 +14,7 @@ is kept has as many *places* as the option says, right-aligned, in the order of 
 leave the window: `[B, K, places + N · C, …]`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -139,7 +140,13 @@ def sinks_before_kept(
     places = (layout.kept_tokens - kept).unsqueeze(-1) + torch.arange(
         sinks.shape[3], device=kept.device
     )
-    return softmax.compared(sinks.flatten(0, 1), places.flatten(0, 1)).unflatten(0, sinks.shape[:2])
+
+    def first() -> Tensor:
+        numbers = layout.first_numbers(begin, end).squeeze(-1)
+        return numbers.expand(*sinks.shape[:2], 1, 1).flatten(0, 1).unsqueeze(1)
+
+    compared = softmax.compared(sinks.flatten(0, 1), places.flatten(0, 1), first)
+    return compared.unflatten(0, sinks.shape[:2])
 
 
 def final_scores(keep_score: str, leaving: Kept, layout: Layout) -> Tensor:
@@ -240,15 +247,18 @@ def with_kept(
     seen: Kept,
     layout: GridLayout,
     softmax: ScoreOptions,
+    begin: int,
+    end: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, as compared, values `[B, N, K, W, D]` and mask of windows, with kept tokens between
-    sinks and segments."""
+    """Keys, as compared, values `[B, N, K, W, D]` and mask of the windows of segments `begin …
+    end`, with kept tokens between sinks and segments."""
     sinks, most = layout.sink_tokens, layout.most_kept
     if not most:
         return keys, values, mask
     seen = seen.map(lambda part: part[..., -most:, :])
     places = slice(layout.ahead - most, layout.ahead)
-    pairs = (softmax.compared(seen.key, places), keys), (seen.value, values)
+    first = functools.partial(layout.first_numbers, begin, end)
+    pairs = (softmax.compared(seen.key, places, first), keys), (seen.value, values)
     keys, values = (
         torch.cat([part[..., :sinks, :], kept, part[..., sinks:, :]], 3) for kept, part in pairs
     )

@@ -43,6 +43,7 @@ def naive_infini_attention(
     learned_score: Tensor | None = None,
     rotary: tuple[Tensor, ...] | None = None,
     turn: Callable = rotate,
+    far_rotary: tuple[tuple[Tensor, ...], int] | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
@@ -54,7 +55,17 @@ def naive_infini_attention(
     rule = memory_rule(update_rule, feature_map=feature_map, keep_score=keep_score, eps=eps)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
     check_arguments(
-        query, key, value, gate, log_weight, learned_score, rule, window, rotary, **numbers
+        query,
+        key,
+        value,
+        gate,
+        log_weight,
+        learned_score,
+        rule,
+        window,
+        rotary,
+        far_rotary,
+        **numbers,
     )
     check_shapes(query.shape[0], query.shape[2], attention_mask, memory_mask, position_ids)
     if state is None:
@@ -70,6 +81,8 @@ def naive_infini_attention(
     options = SimpleNamespace(rule=RULES[update_rule], feature_map=FEATURE_MAPS[feature_map])
     options.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options.score_names = KEEP_SCORES[keep_score] if kept_tokens else ()
+    options.far_rotary, far_from = (rotary, 0) if far_rotary is None else far_rotary
+    options.far_from = far_from
     vars(options).update(rotary=rotary, turn=turn, softcap=softcap, dropout=dropout, eps=eps)
     of_scores: dict[str, Any] = {
         "attention": key.new_zeros(key.shape[:3]),
@@ -267,7 +280,9 @@ class _Head:
             return states
         empty = self.places[self.sink_tokens : self.ahead].count(None)
         at = [place + empty if place < self.sink_tokens else place for place in seen]
-        return self.of.turn(states, *(table[at] for table in self.of.rotary))
+        far = self.seen // self.length * self.length >= self.of.far_from
+        tables = self.of.far_rotary if far else self.of.rotary
+        return self.of.turn(states, *(table[at] for table in tables))
 
     def features(self, states, log_weights=0):
         """The memory's queries or keys, `[heads, tokens, head_dim]`."""

@@ -111,6 +111,11 @@ class StepLayout(SegmentBorder):
     # `[batch, 1, 1, 1, 1]` bool, whether the memory holds any token of the row's document
     filled: Tensor
 
+    def first_number(self) -> Tensor:
+        """`[batch, 1, 1, 1]`, the number in its document of the first token of the row's
+        segment."""
+        return (self.positions - self.positions % self.segment_length)[..., None, None]
+
     def put(self, window: Tensor, new: Tensor, in_place: bool = False) -> Tensor:
         """The window with the new tokens `[batch, heads, 1, dim]` in their slots; `in_place`: if it
         may, the given one."""
@@ -211,12 +216,20 @@ def step_layout(
 def attend_step(call: AttentionCall) -> Attended:
     """[`attend`] for one token per row, which returns the weights wherever they are written out."""
     tokens, gate, layout, rule, softmax, state, _, in_place = call
-    state = state.map_windows(lambda window, new: layout.put(window, new, in_place), tokens)
+    own_scores = state.local_score
+
+    def put(window: Tensor, new: Tensor) -> Tensor:
+        # Scores add up. Where the call fails in a later layer they must be as they were, for a
+        # second one: keys and values are written into the same slot again
+        alone = window is own_scores and not torch.compiler.is_compiling()
+        return layout.put(window, new, in_place and not alone)
+
+    state = state.map_windows(put, tokens)
     keys, values, *_ = state.windows()
 
-    query = softmax.compared(tokens.query, layout.slot.unsqueeze(1))
+    query = softmax.compared(tokens.query, layout.slot.unsqueeze(1), layout.first_number)
     seen_keys, seen_values = (
-        softmax.compared(keys[:, :, layout.seen], layout.turned),
+        softmax.compared(keys[:, :, layout.seen], layout.turned, layout.first_number),
         values[:, :, layout.seen],
     )
     # The heads of a group as queries of one head: all see the same, and no kernel has to repeat the

@@ -40,13 +40,35 @@ class ScoreOptions:
     rotary: tuple[Tensor, ...] | None = None
     # of states `[…, tokens, head_dim]` and their rows of the tables, which broadcast
     turn: Callable[..., Tensor] = rotate
+    # Of positions that are scaled by a text's length: the tables of segments whose first token has
+    # at least this number in its document, and the number
+    far_rotary: tuple[tuple[Tensor, ...], int] | None = None
 
-    def compared(self, states: Tensor, places: slice | Tensor) -> Tensor:
-        """Queries or keys `[…, tokens, head_dim]` of these places of the window, as they are
-        compared; or `[batch, heads, tokens, head_dim]` with places `[batch, tokens]`."""
+    def compared(
+        self,
+        states: Tensor,
+        places: slice | Tensor,
+        first: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """Queries or keys as they are compared.
+
+        Args:
+            states: `[…, tokens, head_dim]`; or `[batch, heads, tokens, head_dim]` with places
+                `[batch, tokens]`.
+            places: theirs in the window.
+            first: gives the number of the first token of the query's segment in its document,
+                `[…, 1, 1]`; `None`: below that of the far tables.
+        """
         if self.rotary is None:
             return states
-        rows = (table[places] for table in self.rotary)
+        near = self._turned(states, places, self.rotary)
+        if self.far_rotary is None or first is None:
+            return near
+        tables, limit = self.far_rotary
+        return torch.where(first() >= limit, self._turned(states, places, tables), near)
+
+    def _turned(self, states: Tensor, places: slice | Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+        rows = (table[places] for table in tables)
         if isinstance(places, Tensor) and places.dim() == 2:
             rows = (row.unsqueeze(1) for row in rows)
         return self.turn(states, *rows)

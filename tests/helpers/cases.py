@@ -119,6 +119,9 @@ def random_case(seed: int | random.Random, dtype=torch.float32, **fixed) -> Case
     options |= fixed
     if chance(40) and "rotary" not in fixed:
         options["rotary"] = rotary_of(segment_length, options, width, dtype)
+        far = pick.randrange(3), pick.choice([1, 2 * segment_length, 5])
+        if far[0] == 2:
+            options["far_rotary"] = rotary_of(segment_length, options, width, dtype, 7.0), far[1]
     return Case(
         query=normal(batch, kv_heads * heads_per_key, tokens, width),
         key=normal(batch, kv_heads, tokens, width),
@@ -140,7 +143,10 @@ def keeping_case(seed: int | random.Random, dtype=torch.float64, **fixed) -> Cas
     if options["keep_score"] != "attention":  # some are equal
         options["learned_score"] = torch.randint(0, 9, shape, generator=draw).to(dtype)
     if "rotary" in options:
-        options["rotary"] = rotary_of(case.segment_length, options, case.key.shape[-1], dtype)
+        given = case.segment_length, options, case.key.shape[-1], dtype
+        options["rotary"] = rotary_of(*given)
+        if "far_rotary" in options:
+            options["far_rotary"] = rotary_of(*given, 7.0), options["far_rotary"][1]
     return case
 
 
@@ -175,7 +181,7 @@ def examples(count: int) -> settings:
 
 
 def rotary_of(
-    segment_length: int, options: dict, width: int, dtype
+    segment_length: int, options: dict, width: int, dtype, theta: float = 20.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary positions for the windows of a case, with wavelengths that small windows tell
     apart."""
@@ -183,7 +189,7 @@ def rotary_of(
         segment_length,
         *(options.get(name, 0) for name in ("local_segments", "sink_tokens", "kept_tokens")),
     )
-    return rotation(torch.arange(places_of(*window)), width, dtype, theta=20.0)
+    return rotation(torch.arange(places_of(*window)), width, dtype, theta=theta)
 
 
 def random_cuts(seed: int | random.Random, tokens: int) -> list[int]:

@@ -208,6 +208,13 @@ class GridLayout(Layout):
             [places[: self.sink_tokens], places[self.ahead - kept : self.ahead], segments.flatten()]
         )
 
+    def first_numbers(self, begin: int, end: int) -> Tensor:
+        """`[batch or 1, s, 1, 1, 1]`: the numbers, in their documents, of the first tokens of the
+        segments `begin … end`."""
+        segments = torch.arange(begin, end, device=self.document.device)
+        numbers = (segments - self.document[:, begin:end]) * self.segment_length
+        return numbers[..., None, None, None]
+
     def window_mask(self, begin: int, end: int) -> Tensor | None:
         """`[batch or 1, s, 1, C, W]` bool, which slots of its window (sinks first) each query of
         these segments sees, without kept tokens; `None`: a full one up to its own slot."""
