@@ -74,7 +74,7 @@ def test_equal_tokens_have_equal_scores_however_a_text_is_cut(text, score, seed)
     wanted, whole = read(model, ids, [60])
     for cuts in ([30] + [1] * 30, [7] * 8 + [4]):
         logits, cache = read(model, ids, cuts)
-        # float32, in another order; another token in a head's places changes logits by 0.01 or more
+        # float32; another token in a head's places changes logits by 0.01 or more
         torch.testing.assert_close(logits, wanted, rtol=0, atol=5e-5)
         for layer, other in zip(whole.layers, cache.layers, strict=True):
             assert torch.equal(layer.state.kept_position, other.state.kept_position)
