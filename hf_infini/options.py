@@ -64,7 +64,7 @@ def places_of(
 
 
 # the default first; a rule is a file of its name in ops/rules/
-UpdateRule = Literal["linear", "delta", "gated_delta"]
+UpdateRule = Literal["linear", "delta", "gated_delta", "none"]
 UPDATE_RULES = get_args(UpdateRule)
 
 
@@ -82,7 +82,8 @@ class MemoryOptions(ConfigBase):
             key repeated many times reads half its value). `"gated_delta"` overwrites, token by
             token: it replaces a share β of what the memory returns for the token's key, of length
             one, by its value, and keeps a share α of everything; both are learned from the layer's
-            input.
+            input. `"none"`: there is no memory and no gate; what leaves the window and is not kept
+            is forgotten. A pretrained model needs no other, unless it is trained with a memory.
         feature_map (`str`, *optional*, defaults to `"elu"`):
             The function that makes positive features of the memory's queries and keys: `"elu"`, ELU
             + 1, as in the paper; or `"exp"`, with which one token can outweigh many others.
@@ -191,6 +192,8 @@ class MemoryOptions(ConfigBase):
             and self.window[3] > 0
         )
         is_causal = getattr(self, "is_causal", True)
+        defaults = {"gate_init": 0.0, "feature_map": "elu", "memory_write": "equal"}
+        of_memory = [name for name, value in defaults.items() if getattr(self, name) != value]
         both_ways = getattr(self, "use_bidirectional_attention", None)
         refuse(
             (
@@ -213,6 +216,11 @@ class MemoryOptions(ConfigBase):
                 not is_causal or both_ways,
                 "a memory holds what came before, and with is_causal=False or "
                 "use_bidirectional_attention tokens see what comes after them: leave it out",
+            ),
+            (
+                self.update_rule == "none" and of_memory,
+                "update_rule='none' has no memory: leave out what is of one, "
+                f"{' and '.join(of_memory)}",
             ),
             (
                 self.memory_write == "learned" and self.feature_map == "elu",

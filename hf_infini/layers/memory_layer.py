@@ -130,7 +130,8 @@ class MemoryLayerMixin(nn.Module):
     def add_memory_parameters(self, width: int, **options) -> None:
         """Makes the parameters, uninitialised. `width`: of the layer's input; options: their
         `device` and `dtype`."""
-        self.gate = Gate(self.head_counts[0], **options).train(self.training)
+        if self.rule.holds:
+            self.gate = Gate(self.head_counts[0], **options).train(self.training)
         for name, value in self.first_values(width).items():
             setattr(
                 self,
@@ -142,7 +143,8 @@ class MemoryLayerMixin(nn.Module):
 
     @torch.no_grad()
     def init_memory_parameters(self) -> None:
-        init.constant_(self.gate.weight, self.options.gate_init)
+        if self.rule.holds:
+            init.constant_(self.gate.weight, self.options.gate_init)
         for name, value in self.first_values(1).items():  # the same for all numbers of the input
             init.copy_(getattr(self, name), value.expand_as(getattr(self, name)))
         if hasattr(self, "keep_weight"):
@@ -182,9 +184,10 @@ class MemoryLayerMixin(nn.Module):
                 )
             if exchange is not None:
                 before = exchange.received_state(self.layer_idx, before, tokens)
+            gate = self.gate() if rule.holds else None
             wanted = {"return_state": cached is not None, "in_place": not torch.is_grad_enabled()}
             output, after, weights = attend(
-                AttentionCall(tokens, self.gate(), layout, rule, options, before, **wanted)
+                AttentionCall(tokens, gate, layout, rule, options, before, **wanted)
             )
             if exchange is not None:
                 output = exchange.passed_on_state(self.layer_idx, output, after)
@@ -272,15 +275,15 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         self.rotary_type = (
             None if None in tables or not tables else config.layer_types[self.layer_idx]
         )
-        weights = (
-            weight.dtype
-            for weight in self.parameters()
-            if weight.dim() > 1 and weight.is_floating_point()
-        )
-        options = {"device": device_of(self), "dtype": next(weights, dtype)}
+        options = {"device": device_of(self), "dtype": self._weight_dtype(dtype)}
         self.turns_states = bool(tables) and self._turns_states(tables[self.rotary_type], **options)
         self.add_memory_parameters(config.hidden_size, **options)
         self.init_memory_parameters()
+
+    def _weight_dtype(self, default: torch.dtype) -> torch.dtype:
+        """That of the projections; `default`: where they are quantized."""
+        matrices = (weight for weight in self.parameters() if weight.dim() > 1)
+        return next((each.dtype for each in matrices if each.is_floating_point()), default)
 
     def swap_out(self) -> None:
         """Makes it a layer of the own class again."""
@@ -344,11 +347,8 @@ class InfiniAttentionMixin(MemoryLayerMixin):
     def _difference(self, tables: tuple[Tensor, ...] | None) -> tuple[float, float]:
         """The largest difference on random input, and the largest number of the own class's
         output."""
-        like = torch.empty(
-            0,
-            device=device_of(self),
-            dtype=torch.promote_types(self.gate.weight.dtype, torch.float32),
-        )
+        dtype = torch.promote_types(self._weight_dtype(torch.float32), torch.float32)
+        like = torch.empty(0, device=device_of(self), dtype=dtype)
         tables = None if tables is None else tuple(table.to(like.device) for table in tables)
         shape = 1, TEST_TOKENS, self.config.hidden_size
         hidden_states = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)

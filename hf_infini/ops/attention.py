@@ -39,7 +39,7 @@ def infini_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    gate: Tensor,
+    gate: Tensor | None,
     segment_length: int,
     *,
     update_rule: str = "linear",
@@ -76,7 +76,7 @@ def infini_attention(
         query: `[batch, heads, tokens, head_dim]`.
         key: `[batch, kv_heads, tokens, head_dim]` and value `[batch, kv_heads, tokens, value_dim]`;
             query head `h` belongs to key/value head `h // (heads // kv_heads)`.
-        gate: `[heads]`, the logit β.
+        gate: `[heads]`, the logit β; `None` with `update_rule="none"`, which has no memory.
         segment_length: tokens in a segment, L ≥ 1.
         update_rule, feature_map, local_segments, sink_tokens, kept_tokens, keep_score: as of
             [`MemoryOptions`]; the scores of keep_score="learned" are `learned_score`. (Attention
@@ -166,9 +166,7 @@ def prepared(call: AttentionCall) -> AttentionCall:
     tokens, layout, rule = call.tokens, call.layout, call.rule
     if layout.kept_tokens:
         tokens = tokens._replace(score=first_scores(rule.keep_score, tokens.key, tokens.score))
-    return call._replace(
-        tokens=tokens, state=call.state.checked_for(tokens, layout.places, rule.normalised)
-    )
+    return call._replace(tokens=tokens, state=call.state.checked_for(tokens, layout.places, rule))
 
 
 def attend_grid(call: AttentionCall) -> Attended:
@@ -199,18 +197,23 @@ def attend_grid(call: AttentionCall) -> Attended:
         if keeping is not None:
             keeping.see((compared, keys, mask), begin, end, softmax)
             seen, evicted = keeping.choose(leaving, begin, end)
-            leaving, written = evicted[:3], evicted.position >= 0
+            if evicted is not None:
+                leaving, written = evicted[:3], evicted.position >= 0
             keys, values, mask = with_kept(keys, values, mask, seen, layout, softmax, begin, end)
             del seen, evicted
         local, weights = window_attention(compared, keys, values, mask, softmax)
         all_weights.append(weights)
-        filled = (layout.left[:, begin:end] > layout.kept_tokens)[:, :, None, None, None]
-        with torch.autocast(tokens.key.device.type, enabled=False):
-            parts = rule.written(leaving[0].to(dtype), leaving[1].to(dtype), leaving[2], written)
-            before, after = rule.states(parts, *after, layout.continues(begin, end))
-            outputs.append(rule.mix(local, queries, before, gate, filled).transpose(2, 3))
+        if rule.holds:
+            filled = (layout.left[:, begin:end] > layout.kept_tokens)[:, :, None, None, None]
+            with torch.autocast(tokens.key.device.type, enabled=False):
+                keys, values = leaving[0].to(dtype), leaving[1].to(dtype)
+                parts = rule.written(keys, values, leaving[2], written)
+                before, after = rule.states(parts, *after, layout.continues(begin, end))
+                local = rule.mix(local, queries, before, gate, filled)
+            del parts, before
+        outputs.append(local.transpose(2, 3))
         # Or they are held while the next group is made
-        del queries, windows, leaving, compared, keys, mask, values, parts, before, local
+        del queries, windows, leaving, compared, keys, mask, values, local
         begin = end
     output = layout.from_grid(outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
     weights = _weights_per_token(torch.cat(all_weights, 1), layout) if softmax.written_out else None

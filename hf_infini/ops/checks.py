@@ -42,6 +42,14 @@ def check_arguments(
             "query, key and value must be of one floating-point dtype, got "
             f"{', '.join(map(str, dtypes))}."
         )
+    if (gate is None) == rule.holds:
+        raise ValueError(
+            "a gate, [heads], is the share of a memory: give one with a memory, and None with "
+            f"update_rule='none'; got {'none' if gate is None else 'one'} with "
+            f"update_rule={rule.update_rule!r}."
+        )
+    if log_weight is not None and not rule.holds:
+        raise ValueError("log_weight is for what a memory takes in: leave it out.")
     if heads % kv_heads:
         raise ValueError(f"the {kv_heads} key/value heads must divide the {heads} query heads.")
     if (learned_score is None) == (window[3] > 0 and rule.keep_score != "attention"):

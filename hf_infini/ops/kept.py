@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .layout.base import GridLayout, Layout, pad
-from .memory import KEEP_SCORES
+from .memory import KEEP_SCORES, MemoryRule
 from .state import AttentionCall, InfiniState, Projections
 from .window import ScoreOptions, masked_scores
 
@@ -203,7 +203,7 @@ class KeptInGrid:
         for shift, of_segments in enumerate(received):
             self.scores[:, begin + shift : end + shift, ..., 0] += of_segments
 
-    def choose(self, leaving: Sequence[Any], begin: int, end: int) -> tuple[Kept, Kept]:
+    def choose(self, leaving: Sequence[Any], begin: int, end: int) -> tuple[Kept, Kept | None]:
         """What segments `begin … end` see of what is kept, and evict: [`keep_best`]. `leaving`:
         keys, values and log weights of the tokens that leave while they are read, `[B, N, K, C, …]`
         each. All that these have received is known."""
@@ -217,9 +217,7 @@ class KeptInGrid:
             scores[..., :1]
         )
         new = Kept(leaving[0], leaving[1], leaving[2], scores, position)
-        seen, self.kept, evicted = keep_best(
-            self.kept, new, written, self.rule.keep_score, layout, documents
-        )
+        seen, self.kept, evicted = keep_best(self.kept, new, written, self.rule, layout, documents)
         return seen, evicted
 
     def scored(self, tokens: Projections, state: InfiniState) -> tuple[Projections, InfiniState]:
@@ -271,15 +269,16 @@ def keep_best(
     kept: Kept,
     leaving: Kept,
     written: Tensor,
-    keep_score: str,
+    rule: MemoryRule,
     layout: Layout,
     documents: Documents | None = None,
-) -> tuple[Kept, Kept, Kept]:
+) -> tuple[Kept, Kept, Kept | None]:
     """What each segment sees of what is kept, `[B, N, K, places, …]`; what is kept after the last,
-    `[B, K, places, …]`; and what the memory takes in after each, `[B, N, K, C, …]`, the first and
-    the last without scores. `leaving`: the tokens of the segments that leave the window one after
-    the other, `[B, N, K, C, …]` each, scores as in a window; `written`, `documents`: as in
-    [`choose`]."""
+    `[B, K, places, …]`; and what the memory takes in after each, `[B, N, K, C, …]` (`None`: there
+    is none), the first and the last without scores. `leaving`: the tokens of the segments that
+    leave the window one after the other, `[B, N, K, C, …]` each, scores as in a window; `written`,
+    `documents`: as in [`choose`]."""
+    keep_score = rule.keep_score
     scores = final_scores(keep_score, leaving, layout)
     rows = kept.map(
         lambda old, new: torch.cat([old, new.transpose(1, 2).flatten(2, 3)], 2),
@@ -288,12 +287,12 @@ def keep_best(
     there, count = kept.position[:, 0, :, 0] >= 0, len(KEEP_SCORES[keep_score])
     # the first gets the odd place
     shares = [(layout.kept_tokens + number) // count for number in reversed(range(count))]
-    best, evicted = choose(rows.score, there, written, shares, documents)
+    best, evicted = choose(rows.score, there, written, shares, documents, rule.holds)
     last, told = (
         rows.taken(best[:, -1:]).map(lambda part: part.squeeze(1)),
         rows._replace(score=None),
     )
-    return told.taken(best[:, :-1]), last, told.taken(evicted)
+    return told.taken(best[:, :-1]), last, None if evicted is None else told.taken(evicted)
 
 
 def choose(
@@ -302,12 +301,14 @@ def choose(
     written: Tensor,
     shares: Sequence[int],
     documents: Documents | None,
-) -> tuple[Tensor, Tensor]:
+    evicts: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """Which rows are kept when each of the segments is read, and after the last, `[B, N + 1, K,
-    places]`; and which are evicted after each, `[B, N, K, C]`; −1 for none. The work grows with the
-    square of N. `scores`: of the rows, final, `[B, K, places + N · C, R]`; `there`: `[B, places]`
-    bool, in which places anything was kept before; `written`: `[B or 1, N, C]` bool, which tokens
-    there are to keep or evict; `shares`: places for each score; `documents`: `None`: one."""
+    places]`; and, where `evicts`, which are evicted after each, `[B, N, K, C]`; −1 for none. The
+    work grows with the square of N. `scores`: of the rows, final, `[B, K, places + N · C, R]`;
+    `there`: `[B, places]` bool, in which places anything was kept before; `written`: `[B or 1, N,
+    C]` bool, which tokens there are to keep or evict; `shares`: places for each score; `documents`:
+    `None`: one."""
     (batch, heads), (segments, slots), places = scores.shape[:2], written.shape[1:], there.shape[1]
     numbers = torch.arange(segments, device=scores.device)[:, None, None]
     # While which segment is read each row leaves the window: −1 before the first, `segments` where
@@ -339,8 +340,11 @@ def choose(
         first = (best.cumsum(-1, dtype=torch.int32) <= share).sum(-1, keepdim=True)
         stays = stays | (left & (order.argsort().unsqueeze(1) < first))
     held = torch.cat([(time < 0).unsqueeze(2).expand(-1, -1, heads, -1), stays], 1)
+    kept = rows_in_order(held, places)
+    if not evicts:
+        return kept, None
     goes = left & ~stays & (held[:, :-1] | (time.unsqueeze(1) == numbers))
-    return rows_in_order(held, places), rows_in_order(goes, slots)
+    return kept, rows_in_order(goes, slots)
 
 
 def rows_in_order(chosen: Tensor, size: int) -> Tensor:

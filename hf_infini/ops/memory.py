@@ -74,6 +74,8 @@ class MemoryRule:
     keep_score: str = "attention"
 
     update_rule: ClassVar[str] = "linear"  # its name, that of its file in rules/
+    # whether there is a memory at all; otherwise M has no rows, and a layer no gate
+    holds: ClassVar[bool] = True
     # whether its memory has a normaliser; otherwise the width of z is 0
     normalised: ClassVar[bool] = True
     rates: ClassVar[int] = 1  # numbers in a token's log weight

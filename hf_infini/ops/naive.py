@@ -25,7 +25,7 @@ def naive_infini_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    gate: Tensor,
+    gate: Tensor | None,
     segment_length: int,
     *,
     update_rule: str = "linear",
@@ -111,7 +111,11 @@ def naive_infini_attention(
             )
             skipped = memory_mask is not None and not memory_mask[row, number]
             token = _Token(*held, number=reader.seen, skipped=skipped)
-            outputs.append(reader.attend(query[row, own, number : number + 1], token, gate[own]))
+            outputs.append(
+                reader.attend(
+                    query[row, own, number : number + 1], token, None if gate is None else gate[own]
+                )
+            )
         states.append(reader.state())
     output = (
         torch.stack(outputs)
@@ -235,7 +239,7 @@ class _Head:
             self.receive(scores.detach(), seen)
         # [group, value_dim]
         output = F.dropout(torch.softmax(scores, -1), self.of.dropout) @ values
-        if self.memory_tokens:
+        if self.memory_tokens and self.of.rule.holds:
             features = self.features(query)
             read, denominator = self.of.rule.naive_read(
                 features, self.memory[None], self.normaliser[None], self.of.eps

@@ -106,7 +106,9 @@ class InfiniState:
         # none.
         zero = key.new_zeros(1)
         return cls(
-            memory=key.new_zeros(head_dim, value_dim, dtype=dtype).expand(batch, heads, -1, -1),
+            memory=key.new_zeros(head_dim if rule.holds else 0, value_dim, dtype=dtype).expand(
+                batch, heads, -1, -1
+            ),
             normaliser=key.new_zeros(head_dim if rule.normalised else 0, dtype=dtype).expand(
                 batch, heads, -1
             ),
@@ -146,16 +148,18 @@ class InfiniState:
         """What is held of the window's tokens: keys, values, log weights and scores."""
         return self.local_key, self.local_value, self.local_log_weight, self.local_score
 
-    def checked_for(self, tokens: Projections, places: int, normalised: bool) -> "InfiniState":
-        """The state that a call of these tokens continues, with so many `places` and perhaps a
-        normaliser, or a ValueError. The window gets the wider dtype of the two: one call may run
+    def checked_for(self, tokens: Projections, places: int, rule: MemoryRule) -> "InfiniState":
+        """The state that a call of these tokens continues, with so many `places` and the memory of
+        this rule, or a ValueError. The window gets the wider dtype of the two: one call may run
         under autocast and the next one without."""
         shapes = [
             None if part is None else (*part.shape[:2], places, part.shape[3])
             for part in tokens[1:]
         ]
         wanted: dict[str, Any] = dict(zip(WINDOWS, shapes, strict=True))
-        wanted["normaliser"] = (*tokens.key.shape[:2], tokens.key.shape[3] if normalised else 0)
+        heads, width = tokens.key.shape[:2], tokens.key.shape[3]
+        wanted["memory"] = (*heads, width if rule.holds else 0, tokens.value.shape[3])
+        wanted["normaliser"] = (*heads, width if rule.normalised else 0)
         for name, shape in wanted.items():
             found = None if (held := getattr(self, name)) is None else tuple(held.shape)
             if found != shape:
@@ -208,7 +212,7 @@ class AttentionCall(NamedTuple):
     """What [`attend`] computes: [`infini_attention`] on a layout that is already made."""
 
     tokens: Projections  # with the `learned_score` for the score
-    gate: Tensor
+    gate: Tensor | None  # `None`: the rule has no memory
     # [`segment_layout`] of the tokens: a StepLayout or a GridLayout, as `fits` has found
     layout: Any
     rule: MemoryRule

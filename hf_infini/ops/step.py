@@ -264,10 +264,10 @@ def attend_step(call: AttentionCall) -> Attended:
     output = output.reshape(*query.shape[:3], -1)
 
     with torch.autocast(keys.device.type, enabled=False):
-        held = state.memory.unsqueeze(1), state.normaliser.unsqueeze(1)
-        output = rule.mix(
-            output.unsqueeze(1), tokens.query.unsqueeze(1), held, gate, layout.filled
-        ).squeeze(1)
+        if rule.holds:
+            held = state.memory.unsqueeze(1), state.normaliser.unsqueeze(1)
+            local, query = output.unsqueeze(1), tokens.query.unsqueeze(1)
+            output = rule.mix(local, query, held, gate, layout.filled).squeeze(1)
         state = with_segments_complete(rule, state, layout)
     if layout.real is not None:
         output = output.masked_fill(~layout.real[:, :, None, None], 0)
@@ -296,14 +296,16 @@ def with_segments_complete(
                 Kept(keys, values, log_weights, scores, number),
                 Kept.of_state(rows, border),
             )
-            _, kept, evicted = keep_best(
-                before, leaving, taken_in.unsqueeze(1), rule.keep_score, border
-            )
-            keys, values, log_weights, _, number = evicted
-            mask = number[..., 0] >= 0
-        written = rule.written(keys.to(dtype), values.to(dtype), log_weights, mask.unsqueeze(-1))
-        _, (memory, normaliser) = rule.states(written, rows.memory, rows.normaliser)
-        rows = rows.map_windows(border.shift).having(memory=memory, normaliser=normaliser)
+            _, kept, evicted = keep_best(before, leaving, taken_in.unsqueeze(1), rule, border)
+            if evicted is not None:
+                keys, values, log_weights, _, number = evicted
+                mask = number[..., 0] >= 0
+        memory = rows.memory, rows.normaliser
+        if rule.holds:
+            mask = mask.unsqueeze(-1)
+            written = rule.written(keys.to(dtype), values.to(dtype), log_weights, mask)
+            _, memory = rule.states(written, *memory)
+        rows = rows.map_windows(border.shift).having(memory=memory[0], normaliser=memory[1])
         rows = rows if kept is None else kept.into(rows, border)
         return tuple(getattr(rows, name) for name in old)
 

@@ -17,7 +17,7 @@ def backend_of(model: PreTrainedModel, batch: int = 1, tokens: int = 1024) -> di
     plain torch. ValueError where no layer has a memory."""
     said, layers = (
         [],
-        [name for name, layer in memory_layers(model).items() if hasattr(layer, "gate")],
+        [name for name, layer in memory_layers(model).items() if layer.options.has_memory],
     )
     if not layers:
         raise ValueError(

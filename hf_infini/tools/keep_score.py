@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..compat.execution_device import device_of
 from ..layers.memory_layer import MemoryLayerMixin, in_evaluation, memory_layers
 from ..models.structure import decoder_of
 from ..ops.attention import attend_grid, forced_backend
@@ -93,7 +94,7 @@ def fit_keep_score(
     }
     sizes = {name: widths[name] + 1 + layer.head_counts[1] for name, layer in layers.items()}
     sums = {name: torch.zeros(size, size).double() for name, size in sizes.items()}
-    device = layers[next(iter(layers))].gate.weight.device
+    device = device_of(layers[next(iter(layers))])
     with _observed(model, layers, sums, max(map(len, rows)), distance):
         for row in tqdm(rows, desc="fitting the score", unit="row", disable=not progress):
             model(input_ids=row[None].to(device), use_cache=False, logits_to_keep=1)

@@ -28,6 +28,11 @@ class Case:
     segment_length: int
     options: dict = field(default_factory=dict)
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether its rule has one; otherwise nothing reads the gate."""
+        return RULES[self.options.get("update_rule", "linear")].holds
+
     def leaves(self) -> list[torch.Tensor]:
         """Fresh copies that ask for gradients: query, key, value, gate, then log weights and scores
         if any."""
@@ -44,6 +49,7 @@ class Case:
         """Runs the case in one call, or in one call for each part between `cuts`; returns the
         output and the last state."""
         query, key, value, gate, *others = leaves or self.leaves()
+        gate = gate if self.has_memory else None
         names = [name for name in TENSORS[3:] if name in self.options]
         whole = dict(self.options) | dict(zip(names, others, strict=False))
         edges = [0, *cuts, query.shape[2]]
@@ -107,7 +113,7 @@ def random_case(seed: int | random.Random, dtype=torch.float32, **fixed) -> Case
         options["memory_mask"] &= torch.arange(tokens) >= unwritten * (
             torch.rand(batch, 1, generator=draw) < 0.7
         )
-    if chance(30 if rule.normalised else 80):
+    if chance(80 if rule.holds and not rule.normalised else 30) and rule.holds:
         weights = normal(batch, kv_heads, tokens, rule.rates)
         # rates up to 1
         options["log_weight"] = weights if rule.normalised else F.logsigmoid(weights)

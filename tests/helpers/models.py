@@ -38,7 +38,7 @@ def infini_gpt2(seed=0, **options) -> InfiniGPT2LMHeadModel:
     torch.manual_seed(seed)
     options = SIZES | {"initializer_range": 0.2, "segment_length": 8} | options
     model = InfiniGPT2LMHeadModel(InfiniGPT2Config(**options)).eval()
-    for layer in model.config.infini_layers:
+    for layer in model.config.infini_layers if model.config.update_rule != "none" else ():
         model.transformer.h[layer].attn.gate.weight.data.copy_(torch.linspace(-1, 1, 4))
     return with_rates(model)
 

@@ -24,8 +24,8 @@ from cases import (
     state_before,
 )
 from hf_infini import InfiniState, infini_attention, naive_infini_attention
+from hf_infini.options import UPDATE_RULES
 
-RULES = ("linear", "delta", "gated_delta")
 FLOAT32 = 1e-5  # both sides round every step in float32 and add in different orders
 # In float64 the same differences shrink by about 2e-9: what is left would be a mistake.
 FLOAT64 = 1e-9
@@ -218,22 +218,24 @@ def test_scores_beyond_the_range_of_float16(options, autocast, cuts, sizes):
     torch.testing.assert_close(output.double(), wanted, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", UPDATE_RULES)
 def test_a_backward_pass_within_autocast(rule, sizes):
     """Where torch rounds the products of its own gradients to bfloat16."""
     case = plain_case(tokens=23, dtype=torch.float32, update_rule=rule, local_segments=1)
     if rule == "gated_delta":
         case.options["log_weight"] = torch.full((2, 2, 23, 2), -0.1)
-    leaves, found = case.leaves(), []
+    leaves, found, zeros = case.leaves(), [], {"allow_unused": True, "materialize_grads": True}
     for within in (False, True):
         with torch.autocast("cpu", torch.bfloat16):
             loss = case.call(infini_attention, leaves)[0].float().square().sum()
-            found += [torch.autograd.grad(loss, leaves, retain_graph=True)] if within else []
-        found += [] if within else [torch.autograd.grad(loss, leaves)]
+            found += (
+                [torch.autograd.grad(loss, leaves, retain_graph=True, **zeros)] if within else []
+            )
+        found += [] if within else [torch.autograd.grad(loss, leaves, **zeros)]
     for outside, inside in zip(*found, strict=True):
         assert inside.dtype == outside.dtype
         # bfloat16 has 8 bits: 0.004 for one number
-        assert (inside - outside).norm() < 0.02 * outside.norm()
+        assert (inside - outside).norm() <= 0.02 * outside.norm()
 
 
 def test_dropout_drops_local_weights_alone():

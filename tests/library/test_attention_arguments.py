@@ -6,13 +6,14 @@ import torch
 from cases import plain_case
 from hf_infini import InfiniState, infini_attention
 from hf_infini.ops.positions import rotation
+from hf_infini.options import UPDATE_RULES
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"segment_length": 0}, "segment_length must be ≥ 1"),
-        ({"update_rule": "sum"}, "linear, delta, gated_delta, got 'sum'"),
+        ({"update_rule": "sum"}, f"{', '.join(UPDATE_RULES)}, got 'sum'"),
         ({"feature_map": "relu"}, "feature_map must be one of elu, exp, got 'relu'"),
         ({"local_segments": -1}, "local_segments ≥ 0"),
         ({"gate": torch.zeros(3)}, r"gate must be \[2\] beside this query, got \[3\]"),

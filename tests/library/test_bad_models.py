@@ -22,7 +22,7 @@ from bad_input import contents
 from decoders import decoder
 from hf_infini import CausalMHAConfig, InfiniGPT2Config, InfiniGPT2LMHeadModel, patch_model
 from hf_infini.models.loading import fingerprint, load_causal_lm, load_tokenizer
-from hf_infini.options import in_words
+from hf_infini.options import UPDATE_RULES, in_words
 from models import causal_mha, gpt2, infini_gpt2
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -159,7 +159,7 @@ DAMAGES = {
     "no rule": (
         "infini_gpt2",
         entries(update_rule="sum"),
-        r"expected one of \('linear', 'delta', 'gated_delta'\), got sum",
+        rf"expected one of \({', '.join(map(repr, UPDATE_RULES))}\), got sum",
     ),
     "a rule's limits": (
         "infini_gpt2",

@@ -18,10 +18,10 @@ from cases import (
 )
 from hf_infini import InfiniCache, infini_attention
 from hf_infini.ops.attention import forced_backend
+from hf_infini.options import UPDATE_RULES
 from models import causal_mha, infini_gpt2, token_ids
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-RULES = ("linear", "delta", "gated_delta")
 FLOAT64 = 1e-9  # rounding: as between two ways on a CPU
 FLOAT32 = 1e-4  # of logits up to about 30, through three layers; of gradients, in other orders
 
@@ -159,7 +159,9 @@ def test_the_kernels_run_where_their_tensors_are():
     assert torch.equal(*on)
 
 
-MODELS = {rule: lambda rule=rule: infini_gpt2(update_rule=rule, memory_conv=3) for rule in RULES}
+MODELS = {
+    rule: lambda rule=rule: infini_gpt2(update_rule=rule, memory_conv=3) for rule in UPDATE_RULES
+}
 # heads wide enough for them
 MODELS["kernels"] = lambda: infini_gpt2(n_embd=64, local_segments=1, sink_tokens=2)
 MODELS["local"] = lambda: causal_mha(attention="local", sliding_window=7)

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from cases import examples
 from decoders import decoder
 from hf_infini import InfiniCache, patch_model, unpatch_model
+from hf_infini.ops.rules import RULES
+from hf_infini.options import UPDATE_RULES
 from models import causal_mha, gpt2
 
 # Of the largest number that is compared. Sums in another order round differently: float64 leaves
@@ -29,15 +31,16 @@ FAMILIES = ("gpt2", "causal_mha", "llama", "qwen2", "gpt_neox", "gemma2")
 def memories(draw, layers: int, family: str) -> dict:
     """Options of a memory that go together."""
     options = {"segment_length": draw(st.integers(1, 9))}
-    options["update_rule"] = draw(st.sampled_from(["linear", "delta", "gated_delta"]))
-    normalised = options["update_rule"] != "gated_delta"
-    options["feature_map"] = draw(st.sampled_from(["elu", "exp"]))
+    options["update_rule"] = draw(st.sampled_from(UPDATE_RULES))
+    rule = RULES[options["update_rule"]]
+    if rule.holds:
+        options["feature_map"] = draw(st.sampled_from(["elu", "exp"]))
+        options["gate_init"] = draw(st.floats(-4, 4, width=32))
     options["local_segments"] = draw(st.integers(0, 2))
     options["sink_tokens"] = draw(st.integers(0, min(3, options["segment_length"] - 1)))
     options["memory_conv"] = draw(st.integers(0, 4))
-    options["gate_init"] = draw(st.floats(-4, 4, width=32))
     options["mask_special_tokens"] = draw(st.booleans())
-    if normalised and options["feature_map"] != "elu":
+    if rule.normalised and options["feature_map"] != "elu":
         options["memory_write"] = draw(st.sampled_from(["equal", "learned"]))
     if family != "causal_mha":
         options["layers"] = draw(

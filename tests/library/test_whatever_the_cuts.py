@@ -1,4 +1,4 @@
-"""The state depends on the text only: not on how it was cut into calls, nor on calls that failed."""
+"""The state depends on the text only, not on how it was cut into calls or on calls that failed."""
 
 import pytest
 import torch

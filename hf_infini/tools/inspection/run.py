@@ -27,6 +27,7 @@ from ...models.scratch.attention import CausalMultiHeadAttention
 from ...models.structure import attention_layers, decoder_of
 from ...ops.attention import attend_grid, forced_backend
 from ...ops.layout.base import GridLayout
+from ...ops.memory import MemoryRule
 from ...ops.scores import visible_softmax
 from ...ops.state import Attended, AttentionCall, InfiniState, Projections
 from ...ops.window import ScoreOptions, masked_scores
@@ -195,7 +196,12 @@ def _memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     gives the local attention, an open one what the memory reads (equation 5). Both are linear in
     the values: of unit vectors they are the weights."""
     widened: Any = (None if part is None else _widen(part) for part in call.tokens)
-    call, gate = call._replace(tokens=Projections(*widened)), _widen(call.gate)
+    call = call._replace(tokens=Projections(*widened))
+    if not call.rule.holds:  # as with a memory that nobody reads
+        rule, heads = MemoryRule(keep_score=call.rule.keep_score), call.tokens.query.shape[1]
+        closed = call.tokens.query.new_full((heads,), -torch.inf)
+        call = call._replace(rule=rule, gate=closed)
+    gate = _widen(call.gate)
     local, weights, _ = _attended(call, torch.full_like(gate, -torch.inf))
     memory, memory_weights, held = _attended(call, torch.full_like(gate, torch.inf))
     # before, both are the local attention
