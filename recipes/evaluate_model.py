@@ -28,8 +28,9 @@ killed goes on where it was.
 
 Everything is read in chunks through the model's cache: a model with Infini-attention whose
 `position_encoding` is rope or segment takes any length in constant memory; one with learned
-positions stops at its `n_positions`. --memory off leaves it only its local attention. Writes
-OUT.json, and the same as a table on standard output.
+positions stops at its `n_positions`. --memory off leaves it only its local attention.
+
+Writes OUT.json, and the same as a table on standard output.
 """
 
 import sys

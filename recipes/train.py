@@ -6,8 +6,7 @@ recipes/prepare.py made.
     python recipes/train.py --config recipes/configs/quickstart_self.yaml \
         --data data/quickstart --out runs/self
     python recipes/train.py --config recipes/configs/shakespeare_published.yaml \
-        --data data/shakespeare --out runs/rope \
-        --position_encoding rope
+        --data data/shakespeare --out runs/rope --position_encoding rope
     torchrun --nproc_per_node 2 recipes/train.py --config … --data … --out …
     accelerate launch --multi_gpu --num_processes 8 recipes/train.py --config … --data … --out …
 

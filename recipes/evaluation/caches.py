@@ -106,8 +106,7 @@ def bounded(
         unpatch_model(model)
 
 
-# --- the parts of a model with a memory
-# --------------------------------------------------------------------------------------------------
+# --- the parts of a model with a memory -----------------------------------------------------------
 
 WHOLE, NO_MEMORY, NO_KEPT = "as it is", "memory off", "no kept tokens"
 ONLY_WINDOW, LONGER_WINDOW = "window only", "window of equal bytes"
@@ -163,8 +162,7 @@ def window_of_equal_bytes(config) -> dict:
     return window_of(tokens - config.sink_tokens, config.sink_tokens + 1, config.segment_length)
 
 
-# --- what is measured
-# --------------------------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 
 def nats(runner: tasks.Runner, texts: list[str]) -> dict:
@@ -222,8 +220,7 @@ def recalled_facts(runner: tasks.Runner, texts: list[str] | None) -> dict:
 
 MEASURES = {"perplexity": nats, "passkey": found_numbers, "facts": recalled_facts}
 
-# --- tables
-# --------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def summarize_nats(contestants: list[dict]) -> list[dict]:

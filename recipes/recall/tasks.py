@@ -71,8 +71,7 @@ class Runner:
         return random.Random(f"evaluation/{self.options.seed}/{number}")
 
 
-# --- scoring
-# --------------------------------------------------------------------------------------------------
+# --- scoring --------------------------------------------------------------------------------------
 
 
 def score_answers(model, examples: Sequence[Example], chunk: int, progress=iter) -> list[Answer]:
@@ -123,8 +122,7 @@ def summarize_answers(answers: Sequence[Answer]) -> dict:
     }
 
 
-# --- the tasks
-# --------------------------------------------------------------------------------------------------
+# --- the tasks ------------------------------------------------------------------------------------
 
 
 def run_passkey(
@@ -304,8 +302,7 @@ def run_cells(runner: Runner, cells: list[dict], run_cell: Callable[[dict], dict
     return done
 
 
-# --- tables
-# --------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def passkey_table(cells: Sequence[dict]) -> str:

@@ -35,8 +35,7 @@ def go_on(base, run, capsys, monkeypatch) -> str:
     return refused(train.main, training(small_data(base), run), capsys, "it trains", prints=True)
 
 
-# --- going on
-# --------------------------------------------------------------------------------------------------
+# --- going on -------------------------------------------------------------------------------------
 
 
 def test_without_a_whole_checkpoint_it_begins_again_and_says_so(
@@ -81,8 +80,7 @@ def test_a_damaged_run_json(base, tmp_path, capsys, damage):
     )
 
 
-# --- finished runs
-# --------------------------------------------------------------------------------------------------
+# --- finished runs --------------------------------------------------------------------------------
 
 FINISHED = {
     "result.json remove": ("result.json", remove),

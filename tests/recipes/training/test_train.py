@@ -45,8 +45,7 @@ def self_run(base):
     return base / "self"
 
 
-# --- a run
-# --------------------------------------------------------------------------------------------------
+# --- a run ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -135,8 +134,7 @@ def test_a_run_of_other_options_is_another_run(tmp_path):
             run_folder.check_same_run(tmp_path, now | changed)
 
 
-# --- several processes
-# --------------------------------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -158,8 +156,7 @@ def test_two_processes_train_what_one_does(base, self_run):
     assert result(self_run)["tokens"] == result(base / "two")["tokens"]
 
 
-# --- starting from a model
-# --------------------------------------------------------------------------------------------------
+# --- starting from a model ------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -226,8 +223,7 @@ def test_what_a_start_cannot_be(base, self_run, tmp_path):
     assert build_model(longer, str(straight_run(base))).config.position_encoding == "segment"
 
 
-# --- parts
-# --------------------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
 def test_parameter_groups():
