@@ -95,6 +95,7 @@ def test_a_file_and_flags_above_it(config):
             OSError(28, "No space left on device", "runs/a"),
             "error: No space left on device: runs/a",
         ),
+        (OSError(28, "No space left on device"), "error: No space left on device"),
         (MemoryError(), "error: MemoryError: MemoryError (--traceback shows where)"),
         (
             ModuleNotFoundError("x", name="peft"),
