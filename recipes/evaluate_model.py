@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from evaluation import inference
     from support import measurement
-    from support.stages import check_place, write_json
+    from support.stages import check_place, sealed, write_json
     from training import setup
 
     model, tokenizer = inference.load_model(
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> None:
         "options": vars(options),
         **measurement.environment(),
     }
-    write_json(Path(f"{name}.json"), result)
+    write_json(Path(f"{name}.json"), sealed(result))
     Path(f"{name}.cells.json").unlink(missing_ok=True)
     print(f"{name}.json", file=sys.stderr)
 

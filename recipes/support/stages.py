@@ -134,9 +134,12 @@ def read_json(path: Path, entries: dict[str, type] | None = None, remedy: str = 
             content.
         remedy: what the user can do about a file that is not so.
 
-    Raises UserError, which names the file and what is wrong with it.
+    Raises UserError, which names the file and what is wrong with it; also where the checksum that
+    [`sealed`] gave it is another.
     """
     content = _read(path, json.loads, remedy)
+    if isinstance(content, dict) and OWN in content and content[OWN] != _own_checksum(content):
+        raise UserError(f"{path} has changed since it was written; {remedy}".removesuffix("; "))
     if entries is not None:
         check_entries(content, entries, path, remedy)
     return content
@@ -294,11 +297,11 @@ def checksums(folder: Path, files: Iterable[Path] | None = None) -> dict[str, st
     }
 
 
-def sealed(record: dict, files: dict[str, str]) -> dict:
-    """A record, JSON-safe, with the [`checksums`] of the files beside it that it is about, and its
-    own: [`damage`] reads them."""
-    record = json.loads(json.dumps({**record, FILES: files}))  # as it will be read
-    return record | {OWN: _own_checksum(record)}
+def sealed(record: dict, files: dict[str, str] | None = None) -> dict:
+    """A record, JSON-safe, with its own checksum, which [`read_json`] compares, and the
+    [`checksums`] of the files beside it that it is about, if any, for [`damage`]."""
+    whole = record if files is None else {**record, FILES: files}
+    return {**whole, OWN: _own_checksum(json.loads(json.dumps(whole)))}  # as it will be read
 
 
 def damage(file: Path, record: dict) -> str:
@@ -310,7 +313,7 @@ def damage(file: Path, record: dict) -> str:
     if record.get(OWN) != _own_checksum(record):
         return f"{file} has changed"
     what = []
-    for name, checksum in record[FILES].items():
+    for name, checksum in record.get(FILES, {}).items():
         path = file.parent / name
         if not path.is_file():
             what.append(f"{path} is missing")
