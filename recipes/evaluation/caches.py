@@ -18,7 +18,7 @@ from recall import tasks
 from support.markdown import markdown_table
 
 from .bootstrap import difference_interval, mean_interval
-from .inference import check_length, gates_closed
+from .inference import check_length, gates_closed, with_finite_weights
 from .losses import stream_losses
 from .perplexity import text_rows
 from .texts import generated_texts
@@ -96,6 +96,7 @@ def bounded(
                 restore_adapter(model, adapter)
             except (OSError, ValueError) as error:
                 raise UserError(f"{way}, --caches {cache}: {error}") from error
+            with_finite_weights(model, f"--adapter {adapter}")  # damage ends the comparison
         if way == "random":
             for layer in memory_layers(model).values():
                 layer.learned_score = functools.partial(drawn, heads=len(layer.keep_weight))
