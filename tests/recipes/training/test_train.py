@@ -208,7 +208,7 @@ def test_what_a_start_cannot_be(base, self_run, tmp_path):
     def config(context=CONTEXT, **options):
         return build_config(ModelOptions(**options), tokenizer, context)
 
-    with pytest.raises(ValueError, match="are incomplete"):
+    with pytest.raises(UserError, match="--init_from: .* are incomplete"):
         build_model(config(attention="self", init_from=str(self_run), n_layer=3), str(self_run))
     with pytest.raises(UserError, match="64 positions.*--position_encoding segment"):
         config(2 * CONTEXT, init_from=str(self_run))
