@@ -8,8 +8,8 @@ r"""Speed and memory of this package beside what else one could use, by one comm
 
 Parts:
     attention  one layer, forward and backward, beside full causal attention and a loop over
-               segments, on a GPU also in a CUDA graph;
-               recipes/benchmarks/contestants.py says what each is
+               segments, on a GPU also in a CUDA graph; recipes/benchmarks/contestants.py says what
+               each is
     model      training steps, beside the same model with its own attention
     decoding   cache bytes and seconds of a new token of each row after long contexts, likewise; on
                a GPU compiled and not

@@ -17,15 +17,16 @@ plain       the model as it is: its cache grows with the text;
 window      sinks, and a window of all other tokens;
 random      sinks, a window (--window, --segments), and tokens kept by chance;
 attention, learned, half
-             the same, kept by that `keep_score`; the last two take the scores of --adapter,
-             made by hf-infini fit.
+            the same, kept by that `keep_score`; the last two take the scores of --adapter, made by
+            hf-infini fit.
 
 With --adapter the layers have the shares of the kept tokens that it says, whichever way they are
 kept.
 
-StreamingLLM, SnapKV, KeyDiff, ExpectedAttention presses of kvpress (passkey only): they read the
-            whole prompt with a growing cache, then leave so many tokens; with " blind" after the
-            name they compress before they have seen the question, as all others here do.
+StreamingLLM, SnapKV, KeyDiff, ExpectedAttention
+            presses of kvpress (passkey only): they read the whole prompt with a growing cache, then
+            leave so many tokens; with " blind" after the name they compress before they have seen
+            the question, as all others here do.
 
 Of these none reads a memory: all gates are closed. --attribute asks a model that has a memory, of
 any family, what it owes to which part (a converted model may live on its window only, however good
@@ -35,8 +36,10 @@ tokens and memory together, in 16 bits as models are served, the memory in 32.
 
 perplexity: nats a token from position --count_from on in rows of --length tokens, and which share
 of the gap between the smallest window and plain is closed. passkey and facts: as in
-evaluate_model.py. Stopped and started again with the same command, it goes on after the last
-finished contestant. Writes OUT.json, OUT.png, and the table on standard output.
+evaluate_model.py.
+
+Stopped and started again with the same command, it goes on after the last finished contestant.
+Writes OUT.json, OUT.png, and the table on standard output.
 """
 
 import functools

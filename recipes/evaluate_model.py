@@ -28,8 +28,9 @@ killed goes on where it was.
 
 Everything is read in chunks through the model's cache: a model with Infini-attention whose
 `position_encoding` is rope or segment takes any length in constant memory; one with learned
-positions stops at its `n_positions`. --memory off leaves it only its local attention. Writes
-OUT.json, and the same as a table on standard output.
+positions stops at its `n_positions`. --memory off leaves it only its local attention.
+
+Writes OUT.json, and the same as a table on standard output.
 """
 
 import sys
@@ -142,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from evaluation import inference
     from support import measurement
-    from support.stages import check_place, write_json
+    from support.stages import check_place, sealed, write_json
     from training import setup
 
     model, tokenizer = inference.load_model(
@@ -178,7 +179,7 @@ def main(argv: list[str] | None = None) -> None:
         "options": vars(options),
         **measurement.environment(),
     }
-    write_json(Path(f"{name}.json"), result)
+    write_json(Path(f"{name}.json"), sealed(result))
     Path(f"{name}.cells.json").unlink(missing_ok=True)
     print(f"{name}.json", file=sys.stderr)
 

@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from evaluation import caches, inference, texts
     from hf_infini import load_adapter, unpatch_model
-    from hf_infini.models.loading import load_causal_lm, load_tokenizer
+    from hf_infini.models.loading import load_tokenizer
     from hf_infini.models.structure import inside_of
     from support import measurement, prepared, stages
     from training import run_folder, setup
@@ -124,10 +124,10 @@ def main(argv: list[str] | None = None) -> None:
             "quantization_config": transformers.BitsAndBytesConfig(load_in_4bit=True, **how)
         }
     inference.keep_freed_memory()
+    model = inference.read_model("--model", options.model, dtype=torch.bfloat16, **quantization)
     try:
-        model = load_causal_lm(options.model, dtype=torch.bfloat16, **quantization)
         tokenizer = load_tokenizer(options.model, model)
-        load_adapter(model, options.adapter)
+        inference.with_finite_weights(load_adapter(model, options.adapter), options.adapter)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {options.model}, --adapter {options.adapter}: {error}") from error
     places = inference.tokens_held(model.config)

@@ -2,8 +2,7 @@ r"""Writes the folder of a finished run as it is published: a model card, the we
 that loads them.
 
     python recipes/model_card.py --run runs/infini --out model_cards/infini --language en \
-        --data_license "public domain" \
-        --prompt "To be"
+        --data_license "public domain" --prompt "To be"
     hf upload user/infini model_cards/infini
 
 The folder has the card (README.md), the configuration, the tokenizer, the weights in bfloat16 and

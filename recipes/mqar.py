@@ -201,9 +201,10 @@ def run(
     import torch
 
     from associative_recall.model import Recaller
+    from associative_recall.report import ENTRIES, REMEDY
     from associative_recall.training import train
     from support import measurement
-    from support.stages import locked_folder, read_json, write_json
+    from support.stages import locked_folder, read_json, sealed, write_json
     from training.run_folder import OPTIONS, RESULT, check_same_run, say
 
     shape = {"d_model": options.d_model, "heads": options.heads, **given_options(options, WIDTHS)}
@@ -220,7 +221,7 @@ def run(
     with locked_folder(folder):
         say(f"{folder}: {'finished' if (folder / RESULT).exists() else f'training on {device}'}")
         if (folder / RESULT).exists():
-            return read_json(folder / RESULT, {"accuracy": float})
+            return read_json(folder / RESULT, ENTRIES, REMEDY)
         write_json(folder / OPTIONS, identity)
         torch.manual_seed(options.seed)
         model = Recaller(config, options.vocabulary).to(device)
@@ -247,7 +248,7 @@ def run(
             **measurement.peak_memory(),
             **measurement.environment(),
         }
-        write_json(folder / RESULT, result)
+        write_json(folder / RESULT, sealed(result))
         return result
 
 

@@ -214,8 +214,7 @@ def prepare(
         record[name] = preparation.run_stage(out / name, settings | {"shares": shares}, build)
 
     # 5. The held-out documents, and the manifest, which says that all is done. Without a test
-    # split, what an earlier run
-    #    held out for testing is trained on.
+    # split, what an earlier run held out for testing is trained on.
     if "test" not in shares:
         shutil.rmtree(out / "test", ignore_errors=True)
         (out / "test_documents.jsonl").unlink(missing_ok=True)

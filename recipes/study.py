@@ -3,13 +3,12 @@ writes one report.
 
     python recipes/study.py \
         --study recipes/configs/study_variants.yaml recipes/configs/study_mini.yaml \
-        --source CAROLINA \
-        --out runs/study --jobs 2
+        --source CAROLINA --out runs/study --jobs 2
     python recipes/study.py --study … --data data/carolina --variants s1 best --seeds 0 1 2 \
         --out runs/seeds
     python recipes/study.py --train recipes/configs/carolina_infini.yaml \
-        --set train.max_tokens=1000000 \
-        --grid segment_length=32,64,128,256 --data data/carolina --out runs/lengths
+        --set train.max_tokens=1000000 --grid segment_length=32,64,128,256 \
+        --data data/carolina --out runs/lengths
     python recipes/study.py --runs runs/self runs/infini --data data/quickstart \
         --out runs/comparison
 

@@ -6,8 +6,7 @@ recipes/prepare.py made.
     python recipes/train.py --config recipes/configs/quickstart_self.yaml \
         --data data/quickstart --out runs/self
     python recipes/train.py --config recipes/configs/shakespeare_published.yaml \
-        --data data/shakespeare --out runs/rope \
-        --position_encoding rope
+        --data data/shakespeare --out runs/rope --position_encoding rope
     torchrun --nproc_per_node 2 recipes/train.py --config … --data … --out …
     accelerate launch --multi_gpu --num_processes 8 recipes/train.py --config … --data … --out …
 
@@ -168,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     from support import measurement
     from support.prepared import read_tokenizer
     from support.rows import RowReader
-    from support.stages import read_manifest, write_json
+    from support.stages import checksums, new_files, read_manifest, sealed, write_json
     from training import console, dilution, run_folder, setup
     from training.trainer import PerplexityTrainer
 
@@ -261,11 +260,14 @@ def main(argv: list[str] | None = None) -> None:
         validated = perplexity.measure_perplexity(model, rows, judged, chunk, optimizer.batch_size)
         # the Trainer switched it off for training
         model.config.use_cache = model.generation_config.use_cache = True
-        model.save_pretrained(out)
-        tokenizer.save_pretrained(out)
         gates = gate_values(model) if reads_memory else {}
-        plot_loss_curve(lines, out / "loss_curve.png")
+        with new_files(out) as part:
+            model.save_pretrained(part)
+            tokenizer.save_pretrained(part)
+            plot_loss_curve(lines, part / "loss_curve.png")
+            files = checksums(part)
         tokens, seconds = arguments.max_steps * tokens_per_step, lines[-1]["seconds"]
+        files |= checksums(out, [out / run_folder.OPTIONS, out / run_folder.METRICS])
         result = {
             "cross_entropy": validated["cross_entropy"],
             "perplexity": validated["perplexity"],
@@ -282,7 +284,8 @@ def main(argv: list[str] | None = None) -> None:
             "options": options,
             **measurement.environment(),
         }
-        write_json(out / "result.json", result)  # the last file: it says that the run is finished
+        # the last file: it says that the run is finished
+        write_json(out / "result.json", sealed(result, files))
     print(console.ending(out, data, result))
 
 

@@ -15,6 +15,7 @@ ENTRIES = {
     "high": float,
     "tests": list,
 }
+REMEDY = "delete it, and its command goes on from the last state"
 ENTRIES |= {
     "state_bytes": int,
     "parameters": int,
@@ -29,7 +30,7 @@ def finished_runs(out: Path, setting: dict) -> list[dict]:
     learning rate; models with less state first."""
     best: dict[str, dict] = {}
     for file in sorted(out.glob("*/result.json")):
-        result = read_json(file, ENTRIES, "delete it, and its command goes on from the last state")
+        result = read_json(file, ENTRIES, REMEDY)
         known = best.get(result["model"])
         if result["setting"] == setting and (
             known is None or result["accuracy"] > known["accuracy"]

@@ -9,6 +9,7 @@ Source: HazyResearch/zoology, `zoology/train.py`.
 
 import math
 import time
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -74,14 +75,15 @@ def train(
         seconds = (history[-1]["seconds"] if history else 0.0) + time.perf_counter() - clock
         line = {"epoch": epoch + 1, "loss": mean if math.isfinite(mean) else None, **found}
         history.append(line | {"tokens": (epoch + 1) * tokens, "seconds": round(seconds, 3)})
-        with new_file(file) as part:
+        # an open file says what is wrong with its disk, torch's own does not
+        with new_file(file) as part, part.open("wb") as state:
             torch.save(
                 {
                     "model": model.state_dict(),
                     "optimizer": optimizer.state_dict(),
                     "history": history,
                 },
-                part,
+                state,
             )
         say(f"  {name}: loss {mean:.4f}, accuracy {found['accuracy']:.3f}, {duration(seconds)}")
     return history
@@ -150,6 +152,8 @@ def _has_ended(history: list[dict], options) -> bool:
 
 def _restore(model: Recaller, optimizer, file: Path) -> list[dict]:
     try:
+        if changed := zipfile.ZipFile(file).testzip():  # torch does not look at the checksums
+            raise UserError(f"{changed} has changed since it was written")
         saved = torch.load(file, map_location=model.embedding.weight.device, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])

@@ -10,7 +10,7 @@ from transformers import set_seed
 from cli import UserError
 from corpora.tokenization import encode_texts
 from evaluation import inference
-from hf_infini.models.loading import load_causal_lm, load_tokenizer
+from hf_infini.models.loading import load_tokenizer
 from hf_infini.options import context_limit
 
 LOSS_CURVE = "loss_curve.png"
@@ -23,10 +23,10 @@ def write_model(run: Path, folder: Path) -> None:
     """Writes the model, in bfloat16 and with its code, the tokenizer and the loss curve of a run
     into an empty folder.
 
-    Raises ValueError where weights of the run are missing or its tokenizer does not fit, and the
-    errors of transformers.
+    Raises UserError where weights of the run are missing or damaged, and the errors of
+    [`load_tokenizer`] where its tokenizer does not fit.
     """
-    model = load_causal_lm(run, dtype=torch.bfloat16, local_files_only=True)
+    model = inference.read_model("--run", run, dtype=torch.bfloat16, local_files_only=True)
     tokenizer = load_tokenizer(run, model=model, local_files_only=True)
     model.save_pretrained(folder, save_code=True)  # models of transformers ignore it
     tokenizer.save_pretrained(folder)

@@ -69,6 +69,8 @@ def describe(error: Exception) -> str:
             f"{error.strerror}: "
             f"{' -> '.join(str(name) for name in (error.filename, error.filename2) if name)}"
         )
+    if isinstance(error, OSError) and error.strerror:  # of an open file, as when a disk is full
+        return error.strerror
     return f"{type(error).__name__}: {one_line(error)} ({TRACEBACK} shows where)"
 
 

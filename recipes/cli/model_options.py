@@ -241,12 +241,12 @@ def build_model(config, init_from: str | None):
     Where the folder's model has a shorter convolution, the taps that it does not have start at
     zero.
 
-    Raises ValueError when the folder's model is damaged.
+    Raises UserError when the folder's model is damaged.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    from hf_infini.models.loading import load_causal_lm
+    from evaluation.inference import read_model
 
     if init_from is None:
         model = AutoModelForCausalLM.from_config(config)
@@ -257,7 +257,7 @@ def build_model(config, init_from: str | None):
         if grows:
             config = copy.deepcopy(config)
             config.memory_conv = saved
-        model = load_causal_lm(init_from, config=config, dtype=torch.float32)
+        model = read_model("--init_from", init_from, config=config, dtype=torch.float32)
         if grows:
             _grow_convolutions(model, taps)
     model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning

@@ -81,8 +81,7 @@ def _read(options: CorpusOptions, log: ReadingLog) -> Iterator[Document]:
     )
 
 
-# --- files
-# --------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def _choose_files(path: Path, log: ReadingLog) -> tuple[list[Path], str]:

@@ -18,7 +18,7 @@ from recall import tasks
 from support.markdown import markdown_table
 
 from .bootstrap import difference_interval, mean_interval
-from .inference import check_length, gates_closed
+from .inference import check_length, gates_closed, with_finite_weights
 from .losses import stream_losses
 from .perplexity import text_rows
 from .texts import generated_texts
@@ -96,6 +96,7 @@ def bounded(
                 restore_adapter(model, adapter)
             except (OSError, ValueError) as error:
                 raise UserError(f"{way}, --caches {cache}: {error}") from error
+            with_finite_weights(model, f"--adapter {adapter}")  # damage ends the comparison
         if way == "random":
             for layer in memory_layers(model).values():
                 layer.learned_score = functools.partial(drawn, heads=len(layer.keep_weight))
@@ -106,8 +107,7 @@ def bounded(
         unpatch_model(model)
 
 
-# --- the parts of a model with a memory
-# --------------------------------------------------------------------------------------------------
+# --- the parts of a model with a memory -----------------------------------------------------------
 
 WHOLE, NO_MEMORY, NO_KEPT = "as it is", "memory off", "no kept tokens"
 ONLY_WINDOW, LONGER_WINDOW = "window only", "window of equal bytes"
@@ -163,8 +163,7 @@ def window_of_equal_bytes(config) -> dict:
     return window_of(tokens - config.sink_tokens, config.sink_tokens + 1, config.segment_length)
 
 
-# --- what is measured
-# --------------------------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 
 def nats(runner: tasks.Runner, texts: list[str]) -> dict:
@@ -222,8 +221,7 @@ def recalled_facts(runner: tasks.Runner, texts: list[str] | None) -> dict:
 
 MEASURES = {"perplexity": nats, "passkey": found_numbers, "facts": recalled_facts}
 
-# --- tables
-# --------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def summarize_nats(contestants: list[dict]) -> list[dict]:

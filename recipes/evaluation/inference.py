@@ -3,6 +3,7 @@
 import contextlib
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,9 @@ from hf_infini.models.adapter import load_adapter, merged
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from hf_infini.options import context_limit, places_of
 from support.measurement import keep_freed_memory
+from support.stages import check_unchanged
+
+COMPUTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def load_model(
@@ -28,24 +32,58 @@ def load_model(
         precision: "float32", or "bf16" for weights and calculations in bfloat16, as models are
             served.
 
-    Raises UserError when there is no such model, adapter or device, or a file is damaged.
+    Raises UserError when there is no such model, adapter or device, a file is damaged, or a weight
+    is not finite.
     """
     check_name("--model", name)
     if adapter is not None:
         check_name("--adapter", adapter)
     device = usable_device(device)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model = read_model("--model", name, dtype=dtype)
     try:
-        model = load_causal_lm(name, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
         tokenizer = load_tokenizer(name, model)
     except (OSError, ValueError) as error:
         raise UserError(f"--model: cannot load {name}: {one_line(error)}") from error
     try:
-        model = model if adapter is None else merged(load_adapter(model, adapter))
+        if adapter is not None:
+            model = with_finite_weights(merged(load_adapter(model, adapter)), adapter)
     except (OSError, ValueError) as error:
         raise UserError(f"--adapter: {error}") from error
     if device == "cpu":
         keep_freed_memory()
     return model.eval().to(device), tokenizer
+
+
+def read_model(option: str, path: str | Path, **options):
+    """The model that [`load_causal_lm`] makes of a path with these options; UserError, with the
+    recipe's `option` that named the path, where there is none, its files are damaged, they are not
+    those that a finished run left, or a weight is not finite."""
+    check_unchanged(Path(path))
+    try:
+        return with_finite_weights(load_causal_lm(path, **options), path)
+    except Exception as error:  # safetensors and others have kinds that are no ValueErrors
+        raise UserError(f"{option}: cannot load {path}: {one_line(error)}") from error
+
+
+def with_finite_weights(model, path: str | Path):
+    """The model, which came from `path`; ValueError where a weight is NaN or infinite, as what the
+    model computes would mean nothing.
+
+    A gate may be −∞: it is closed for good ([`switch_memory_off`]).
+    """
+    gates = {id(parameter) for gate in gates_of(model).values() for parameter in gate.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in COMPUTED or parameter.is_meta or not parameter.numel():
+            continue
+        low, high = parameter.detach().aminmax()  # both NaN where there is one
+        closed = id(parameter) in gates and high < torch.inf
+        if not (low.isfinite() and high.isfinite() or closed):
+            raise ValueError(
+                f"{path} has weights that are not finite, in {name}: it was damaged, or its "
+                "training diverged. Use another copy, or an earlier checkpoint."
+            )
+    return model
 
 
 def usable_device(name: str) -> str:

@@ -18,7 +18,7 @@ from corpora.tokenization import encode_texts
 from evaluation.inference import check_length
 from hf_infini.tools.spans import score_spans
 from support.markdown import markdown_table
-from support.stages import read_json, write_json
+from support.stages import read_json, sealed, write_json
 
 from .examples import DoesNotFit, Example, passkey_example
 from .facts import FACT_NAMES, fact_example
@@ -71,8 +71,7 @@ class Runner:
         return random.Random(f"evaluation/{self.options.seed}/{number}")
 
 
-# --- scoring
-# --------------------------------------------------------------------------------------------------
+# --- scoring --------------------------------------------------------------------------------------
 
 
 def score_answers(model, examples: Sequence[Example], chunk: int, progress=iter) -> list[Answer]:
@@ -123,8 +122,7 @@ def summarize_answers(answers: Sequence[Answer]) -> dict:
     }
 
 
-# --- the tasks
-# --------------------------------------------------------------------------------------------------
+# --- the tasks ------------------------------------------------------------------------------------
 
 
 def run_passkey(
@@ -297,15 +295,14 @@ def run_cells(runner: Runner, cells: list[dict], run_cell: Callable[[dict], dict
             done.append({**cell, **run_cell(cell)})
         except (DoesNotFit, UserError) as error:
             done.append({**cell, "not_possible": str(error)})
-        write_json(runner.file, kept)
+        write_json(runner.file, sealed(kept))
     if all("not_possible" in cell for cell in done):
         runner.file.unlink()
         raise UserError(done[0]["not_possible"])
     return done
 
 
-# --- tables
-# --------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def passkey_table(cells: Sequence[dict]) -> str:

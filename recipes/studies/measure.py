@@ -15,7 +15,7 @@ from hf_infini.options import context_limit
 from support.measurement import cache_bytes
 from support.prepared import REMEDY
 from support.rows import RowReader
-from support.stages import read_json, read_jsonl, read_manifest, write_json
+from support.stages import read_json, read_jsonl, read_manifest, sealed, write_json
 from training.run_folder import METRICS, RESULT, read_result
 from training.setup import data_fingerprint
 
@@ -122,7 +122,7 @@ def measure_run(run: Path, result: dict, data: Path, documents: list[dict], file
             for length in (context, CONTEXTS * context)
         },
     }
-    write_json(file, content)
+    write_json(file, sealed(content))
     return content
 
 

@@ -121,8 +121,7 @@ def _bits_per_character(runs: list[FinishedRun], first: list[FinishedRun]) -> di
     return {"difference": None, "documents": len(names), "characters": int(own[1].sum())} | bits
 
 
-# --- Markdown
-# --------------------------------------------------------------------------------------------------
+# --- Markdown -------------------------------------------------------------------------------------
 
 
 def write_report(content: dict) -> str:

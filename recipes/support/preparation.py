@@ -3,6 +3,7 @@ written."""
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,13 +11,14 @@ from pathlib import Path
 from cli import UserError
 from hf_infini import __version__
 
-from .stages import new_folder, peak_memory_bytes, write_json
+from .stages import OWN, checksums, damage, new_folder, peak_memory_bytes, sealed, write_json
 
 _STAGE_FILE = "stage.json"
 
 
 def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dict:
-    """Makes `folder` unless it was made with the same options before, and returns its record.
+    """Makes `folder` unless it was made with the same options before and its files are still those
+    that were made, and returns its record. What is made again for its files is said.
 
     `build(partial)` writes into a new folder beside it and returns a JSON-safe result; the folder
     gets its name only when all is written, so a killed run leaves nothing that looks finished.
@@ -27,8 +29,8 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dic
         build: makes the content.
 
     Returns:
-        `{"key", "options", "result", "seconds", "reused"}`; `key` is a hash of the options, for
-        stages that depend on it.
+        `{"key", "options", "result", "seconds", "files", "reused"}`; `key` is a hash of the
+        options, for stages that depend on it.
 
     Raises:
         UserError: `folder` exists and was not made by a stage (it stays as it is).
@@ -37,11 +39,19 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dic
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     record = _read_stage(folder)
     if record is not None and record["key"] == key:
-        return {**record, "reused": True}
+        found = (
+            damage(folder / _STAGE_FILE, record)
+            if OWN in record
+            else f"{folder} is of an earlier version, without checksums"
+        )
+        if not found:
+            return {**record, "reused": True}
+        print(f"{found}: making it again", file=sys.stderr)
     start = time.perf_counter()
     with new_folder(folder) as partial:
         record = {"key": key, "options": options, "result": build(partial)}
         record["seconds"] = round(time.perf_counter() - start, 2)
+        record = sealed(record, checksums(partial))
         (partial / _STAGE_FILE).write_text(
             json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8"
         )
@@ -92,5 +102,8 @@ def write_manifest(
         "wall_seconds": round(time.perf_counter() - start, 2),
         "peak_memory_bytes": peak_memory_bytes(),
     }
+    # the rows have checksums of their own
+    beside = [*path.parent.glob("*_documents.jsonl"), *path.parent.glob("tokenizer/*")]
+    manifest = sealed(manifest, checksums(path.parent, beside))
     write_json(path, manifest)
     return manifest

@@ -2,15 +2,18 @@
 they are read."""
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+
+import xxhash
 
 from cli import UserError, one_line
 
@@ -18,6 +21,8 @@ LOCK_FOLDER = ".stages"
 _OWNER_FILE = "made_by"  # in it
 # What readers of a manifest.json use of it
 MANIFEST = dict.fromkeys(("options", "source", "tokenizer", "splits"), dict)
+RESULT = "result.json"  # of a finished run
+FILES, OWN = "files", "checksum"  # entries of a sealed record
 LEFTOVER = f"*.{'[0-9a-f]' * 32}.part"  # what a killed process was writing, see [`_part_of`]
 
 
@@ -102,13 +107,16 @@ def state_of_files(source: str) -> list[tuple[str, int, int]]:
 
 def read_manifest(data: Path, split: str | None = None) -> dict:
     """The `manifest.json` of a prepared folder, which is there once it is finished; a UserError
-    where it is not, is damaged, or has no rows of `split`."""
+    where it is not, is damaged, has no rows of `split`, or the files beside the rows are not those
+    that were prepared."""
     file = Path(data) / "manifest.json"
     if not file.is_file():
         raise UserError(f"{data} has no manifest.json; make the folder with recipes/prepare.py")
     manifest = read_json(
         file, MANIFEST, "delete it and make the folder again with its command of recipes/prepare.py"
     )
+    if found := damage(file, manifest):
+        raise UserError(f"{found}; make it again with the command of recipes/prepare.py")
     if split is not None and manifest["splits"].get(split, {"blocks": 0})["blocks"] == 0:
         raise UserError(
             f"--split {split}: {data} has no {split} rows; prepare it again with --{split} SHARE, "
@@ -126,9 +134,12 @@ def read_json(path: Path, entries: dict[str, type] | None = None, remedy: str = 
             content.
         remedy: what the user can do about a file that is not so.
 
-    Raises UserError, which names the file and what is wrong with it.
+    Raises UserError, which names the file and what is wrong with it; also where the checksum that
+    [`sealed`] gave it is another.
     """
     content = _read(path, json.loads, remedy)
+    if isinstance(content, dict) and OWN in content and content[OWN] != _own_checksum(content):
+        raise UserError(f"{path} has changed since it was written; {remedy}".removesuffix("; "))
     if entries is not None:
         check_entries(content, entries, path, remedy)
     return content
@@ -254,6 +265,82 @@ def new_folder(path: Path) -> Iterator[Path]:
         part.rename(path)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_files(folder: Path) -> Iterator[Path]:
+    """Gives an empty folder to write into, whose files move into `folder` at the end, when all of
+    them are on the disk; what has other names there stays."""
+    part = _part_of(folder / "files")
+    part.mkdir(parents=True)
+    try:
+        yield part
+        for file in [path for path in part.rglob("*") if path.is_file()]:
+            flush(file)
+            target = folder / file.relative_to(part)
+            target.parent.mkdir(exist_ok=True)
+            os.replace(file, target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def checksums(folder: Path, files: Iterable[Path] | None = None) -> dict[str, str]:
+    """The checksums of files by their names in `folder`, for [`sealed`].
+
+    Args:
+        folder: where they are.
+        files: some of them; `None`: all, also those of the folders in it.
+    """
+    found = sorted(folder.rglob("*") if files is None else files)
+    return {
+        path.relative_to(folder).as_posix(): _checksum(path) for path in found if path.is_file()
+    }
+
+
+def sealed(record: dict, files: dict[str, str] | None = None) -> dict:
+    """A record, JSON-safe, with its own checksum, which [`read_json`] compares, and the
+    [`checksums`] of the files beside it that it is about, if any, for [`damage`]."""
+    whole = record if files is None else {**record, FILES: files}
+    return {**whole, OWN: _own_checksum(json.loads(json.dumps(whole)))}  # as it will be read
+
+
+def damage(file: Path, record: dict) -> str:
+    """What has become of a [`sealed`] record in `file` and of its files, in words: "a/b is missing,
+    a/c has changed"; "" where they are as they were, and for records of earlier versions, which
+    have no checksums."""
+    if OWN not in record and FILES not in record:
+        return ""
+    if record.get(OWN) != _own_checksum(record):
+        return f"{file} has changed"
+    what = []
+    for name, checksum in record.get(FILES, {}).items():
+        path = file.parent / name
+        if not path.is_file():
+            what.append(f"{path} is missing")
+        elif _checksum(path) != checksum:
+            what.append(f"{path} has changed")
+    return ", ".join(what)
+
+
+def check_unchanged(folder: Path) -> None:
+    """UserError where `folder` is one of a finished run, and files that the run left are gone or
+    have changed."""
+    file = folder / RESULT
+    if file.is_file() and (found := damage(file, read_json(file, {}))):
+        raise UserError(
+            f"{found} since the run was finished: put back what it left, or delete {file}, and the "
+            "run's own command makes it again from the last checkpoint"
+        )
+
+
+def _own_checksum(record: dict) -> str:
+    content = {name: value for name, value in record.items() if name != OWN}
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
 
 
 def flush(file: Path) -> None:

@@ -3,6 +3,8 @@ the run trains.
 
 It holds `run.json` (the options it was started with), `checkpoint-N/` (complete once they hold
 `complete.json`), `metrics.jsonl`, and, when it is finished, the model and `result.json`.
+`complete.json` and `result.json` have the checksums of the files that they are about: what is gone
+or has changed since is neither gone on from nor taken for finished.
 """
 
 import contextlib
@@ -25,15 +27,20 @@ from hf_infini.tools.training import gate_values
 from support.stages import (
     LEFTOVER,
     LOCK_FOLDER,
+    RESULT,
+    check_unchanged,
+    checksums,
+    damage,
     flush,
     locked_folder,
     read_json,
+    sealed,
     to_json,
     write_json,
     write_text,
 )
 
-COMPLETE, OPTIONS, RESULT, METRICS = "complete.json", "run.json", "result.json", "metrics.jsonl"
+COMPLETE, OPTIONS, METRICS = "complete.json", "run.json", "metrics.jsonl"
 # What readers of result.json use of it; recipes/train.py writes it
 RESULT_ENTRIES = dict.fromkeys(
     ("cross_entropy", "perplexity", "seconds", "tokens_per_second", "peak_rss_mib"), float
@@ -52,7 +59,7 @@ def open_run(folder: Path, options: dict) -> Iterator[tuple[bool, Path | None]]:
     get what it found.
 
     Raises UserError, in all of them, when another process holds the folder, or where
-    [`check_same_run`] does.
+    [`check_same_run`], [`read_result`] or [`last_complete_checkpoint`] does.
     """
 
     def is_finished() -> bool:
@@ -120,43 +127,69 @@ def check_same_run(folder: Path, options: dict) -> None:
 
 
 def read_result(folder: Path) -> dict:
-    """The result.json of a finished run; a UserError where the run is not finished or the file is
-    damaged."""
+    """The result.json of a finished run; a UserError where the run is not finished, or this or
+    another of its files is damaged."""
     file = folder / RESULT
     if not file.exists():
         raise UserError(
             f"{folder} has no {RESULT}: it is not a run of recipes/train.py, or "
             "finish it with its command"
         )
-    return read_json(
-        file,
-        RESULT_ENTRIES,
-        "delete it, and the run's own command goes on from its last checkpoint",
-    )
+    remedy = "delete it, and the run's own command goes on from its last checkpoint"
+    result = read_json(file, RESULT_ENTRIES, remedy)
+    check_unchanged(folder)
+    return result
 
 
 def mark_complete(checkpoint: Path) -> None:
-    """Writes `complete.json`, when all files are on the disk: the last thing that happens to a
-    checkpoint."""
+    """Writes `complete.json`, with the checksums of all files, when these are on the disk: the last
+    thing that happens to a checkpoint."""
     for file in checkpoint.rglob("*"):
         if file.is_file():
             flush(file)
-    write_json(checkpoint / COMPLETE, {})
+    write_json(checkpoint / COMPLETE, sealed({}, checksums(checkpoint)))
 
 
 def last_complete_checkpoint(folder: Path) -> Path | None:
-    """The newest `checkpoint-N` that was written to its end, or None; what is passed over is said.
+    """The newest `checkpoint-N` that is as it was written, to its end, or None where none was
+    written to its end; what is passed over is said.
 
     A process killed while it was saving, or while it was deleting an old checkpoint, leaves others
     behind.
+
+    Raises UserError where some were written to the end, and all of them have lost files since: to
+    begin again would delete what may be put right.
     """
-    checkpoints = sorted(_checkpoints(folder), key=checkpoint_step)
-    whole = [checkpoint for checkpoint in checkpoints if (checkpoint / COMPLETE).is_file()]
-    found = whole[-1] if whole else None
-    if checkpoints and checkpoints[-1] != found:
+    found, passed_over, damaged = None, [], False
+    for checkpoint in sorted(_checkpoints(folder), key=checkpoint_step, reverse=True):
+        if not (checkpoint / COMPLETE).is_file():
+            passed_over.append(f"{checkpoint.name} was not written to the end")
+        elif what := _damage_since(checkpoint):
+            passed_over.append(what)
+            damaged = True
+        else:
+            found = checkpoint
+            break
+    if found is None and damaged:
+        raise UserError(
+            f"{'; '.join(passed_over)}: put the files back as they were saved, or delete the "
+            f"checkpoints in {folder}, and the run begins again"
+        )
+    if passed_over:
         start = f"from {found.name}" if found else "from the start"
-        say(f"{checkpoints[-1].name} was not written to the end: going on {start}")
+        say(f"{'; '.join(passed_over)}: going on {start}")
     return found
+
+
+def _damage_since(checkpoint: Path) -> str:
+    """What has become of a checkpoint since it was written to its end, in words; "" for nothing."""
+    try:
+        record = read_json(checkpoint / COMPLETE, {})
+    except UserError as error:
+        return str(error)
+    if not record:
+        say(f"{checkpoint.name} is of an earlier version, without checksums: it is not checked")
+    return damage(checkpoint / COMPLETE, record)
 
 
 def checkpoint_step(path: Path) -> int:

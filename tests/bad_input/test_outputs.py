@@ -1,6 +1,7 @@
 """Prepared folders of an earlier command: what another one would do to them, and that the first
 finds its rows again."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 from bad_input import handled, refused
 from corpora.biographies import biography_documents
 from running import load_recipe
+from small_runs import DAMAGES, cut, entry, flip, of_an_earlier_version, remove
+from support.preparation import run_stage
+from support.prepared import open_rows, read_tokenizer
 
 PREPARE = ["--vocab_size", "400", "--context", "64", "--validation", "0.2"]
 RECALL = [
@@ -116,6 +120,57 @@ def test_a_stage_whose_record_is_damaged(made, capsys):
     (made / "data" / "train" / "stage.json").write_text("{")
     argv = ["--source", "text.jsonl", "--out", "data", *PREPARE]
     refused(prepare, argv, capsys, "its stage.json is damaged", "move it away")
+
+
+def test_whatever_a_stage_has_lost_is_named_and_made_again(tmp_path, capsys):
+    def build(folder: Path) -> dict:
+        (folder / "inside").mkdir()
+        for name in ("rows", "inside/state"):
+            (folder / name).write_text(f"what {name} holds")
+        return {"rows": 2}
+
+    stage = tmp_path / "stage"
+    made = run_stage(stage, {"seed": 1}, build)
+    for name, damage in itertools.product(("rows", "inside/state"), DAMAGES.values()):
+        damage(stage / name)
+        again = run_stage(stage, {"seed": 1}, build)
+        assert not again["reused"] and again["files"] == made["files"]
+        assert f"{stage / name} " in capsys.readouterr().err
+        assert run_stage(stage, {"seed": 1}, build)["reused"]
+    entry("result", "rows", value=3)(stage / "stage.json")
+    assert run_stage(stage, {"seed": 1}, build)["result"] == {"rows": 2}
+    of_an_earlier_version(stage / "stage.json")
+    assert not run_stage(stage, {"seed": 1}, build)["reused"]
+    assert "of an earlier version" in capsys.readouterr().err
+
+
+LOST = {
+    "data": (prepare, ["--source", "text.jsonl", "--out", "data", *PREPARE]),
+    "recall": (prepare_recall, ["--data", "data", "--out", "recall", *RECALL]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOST)
+def test_whatever_a_prepared_folder_has_lost_is_made_again(name, made, capsys):
+    (main, words), folder = LOST[name], made / name
+    main(words)  # by the names that the files have here
+    before = sums(folder)
+    files = [
+        file.relative_to(folder)
+        for part in (".stages/documents", "tokenizer", "train", "validation", ".")
+        for file in sorted((folder / part).glob("*.*"))
+        if file.is_file() and file.name != "stage.json"
+    ]
+    assert len(files) > 9
+    for file, damage in zip(files, itertools.cycle((remove, cut, flip)), strict=False):
+        damage(folder / file)
+        said = handled(main, words, capsys)
+        # these are written every time
+        assert f"{file} " in said or str(file).endswith(("_documents.jsonl", "manifest.json"))
+        assert sums(folder) == before
+        open_rows(folder, "train")
+        read_tokenizer(folder)
 
 
 def test_a_run_that_is_stopped_in_between_goes_on(made, capsys, monkeypatch):

@@ -117,8 +117,7 @@ def test_inputs_that_are_not_there(base, tmp_path, capsys, name):
             refused(load_recipe(name).main, [*words, option, place], capsys, str(place))
 
 
-# --- a full disk
-# --------------------------------------------------------------------------------------------------
+# --- a full disk ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from running import load_recipe, sample_text, write_documents
+from support import stages
 
 WORDS = (
     "--n_layer 1 --n_embd 16 --n_head 2 --segment_length 4 --position_encoding rope "
@@ -111,6 +112,27 @@ def without(*path) -> Damage:
         file.write_text(json.dumps(content), encoding="utf-8")
 
     return change
+
+
+def resealed(damage: Damage) -> Damage:
+    """The damage of a record as a recipe itself would have written it: its own checksum is
+    right."""
+
+    def change(file: Path) -> None:
+        damage(file)
+        content = json.loads(file.read_text(encoding="utf-8"))
+        content.pop(stages.OWN)
+        file.write_text(json.dumps(stages.sealed(content, content[stages.FILES])))
+
+    return change
+
+
+def of_an_earlier_version(file: Path) -> None:
+    """A record without checksums."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    for name in (stages.FILES, stages.OWN):
+        del content[name]
+    file.write_text(json.dumps(content), encoding="utf-8")
 
 
 DAMAGES = {

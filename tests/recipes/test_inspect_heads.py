@@ -165,8 +165,7 @@ def test_numbers_that_are_not_finite_and_layers_without_attention():
     assert Page(inspection_page(inspection)).data()["layers"][1] == {"layer": 1, "kind": "none"}
 
 
-# --- the recipe
-# --------------------------------------------------------------------------------------------------
+# --- the recipe -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

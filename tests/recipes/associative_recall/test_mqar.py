@@ -16,6 +16,7 @@ from associative_recall.rows import Part, Rows, make_all_rows, make_rows, seeds_
 from associative_recall.training import summarize, train
 from bad_input import refused
 from running import kill_when, load_recipe, run_recipe
+from small_runs import cut, empty, entry, flip
 
 # The first 16 digits of the SHA-256 of inputs and labels (as little-endian 64-bit integers) that
 # zoology's multiquery_ar, at commit d88d6f5, made after torch.manual_seed(seed): of length, pairs,
@@ -414,13 +415,16 @@ def test_what_is_refused(capsys, tmp_path):
     argv = ["--mixers", "attention", *TINY, "--epochs", 1, "--out", tmp_path]
     run_recipe("mqar", *argv)
     refused(main, [*argv, "--seed", 1], capsys, "seed was 123 and is now 1", keeps=tmp_path)
-    (folder / "result.json").unlink()
-    (folder / "state.pt").write_bytes((folder / "state.pt").read_bytes()[:500])
-    refused(
-        main,
-        argv,
-        capsys,
-        f"cannot read {folder / 'state.pt'}",
-        "delete it to train again",
-        keeps=tmp_path,
-    )
+    result, state = folder / "result.json", folder / "state.pt"
+    whole = result.read_bytes()
+    for damage in (flip, cut, entry("accuracy", value=1.0)):
+        damage(result)
+        refused(main, argv, capsys, str(result), "delete it", keeps=tmp_path)
+        result.write_bytes(whole)
+    result.unlink()
+    whole = state.read_bytes()
+    for damage in (flip, cut, empty):
+        damage(state)
+        mentions = f"cannot read {state}", "delete it to train again"
+        refused(main, argv, capsys, *mentions, keeps=tmp_path)
+        state.write_bytes(whole)

@@ -181,8 +181,7 @@ def test_a_stranger_gets_what_the_card_says(published, tmp_path):
     assert done.stdout == f"To be{continuation}\n" and f"name = '{NAME}'" in text
 
 
-# --- what is refused
-# --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_runs_that_cannot_be_published(trained, tmp_path, capsys):
@@ -200,7 +199,7 @@ def test_runs_that_cannot_be_published(trained, tmp_path, capsys):
     weights = load_file(folder / "model.safetensors")
     max(weights.values(), key=torch.Tensor.numel).view(-1)[3] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    assert "`nan`" in error(folder=folder)  # no sample can be drawn
+    assert "model.safetensors has changed since the run was finished" in error(folder=folder)
 
 
 def test_earlier_runs_are_those_that_were_continued(tmp_path):
@@ -296,8 +295,7 @@ def test_the_adapters_of_the_repository_fit_models_of_their_sizes(folder, monkey
     assert model(torch.arange(600)[None] % 99).logits.isfinite().all()
 
 
-# --- the Trainer
-# --------------------------------------------------------------------------------------------------
+# --- the Trainer ----------------------------------------------------------------------------------
 
 
 def test_the_trainer_pushes_and_the_model_adds_its_code(published, trained, tmp_path, monkeypatch):

@@ -95,6 +95,7 @@ def test_a_file_and_flags_above_it(config):
             OSError(28, "No space left on device", "runs/a"),
             "error: No space left on device: runs/a",
         ),
+        (OSError(28, "No space left on device"), "error: No space left on device"),
         (MemoryError(), "error: MemoryError: MemoryError (--traceback shows where)"),
         (
             ModuleNotFoundError("x", name="peft"),
@@ -209,7 +210,7 @@ def test_help_shows_the_docstring_as_it_is_written_and_every_option_in_a_group(h
         begin = lines.index(written[0])
         assert lines[begin : begin + len(written)] == written
         groups = {}
-        for line in lines:
+        for line in lines[begin + len(written) :]:  # where a line may end in a colon, too
             if line.endswith(":") and line[0].islower() and not line.startswith(" "):
                 groups[line[:-1]] = options = []
             elif line.startswith("  -"):

@@ -45,8 +45,7 @@ def write(path: Path, content: bytes | str) -> Path:
     return path
 
 
-# --- Carolina
-# --------------------------------------------------------------------------------------------------
+# --- Carolina -------------------------------------------------------------------------------------
 
 HEADER = "<teiHeader><fileDesc><sourceDesc><p>NOT TEXT</p></sourceDesc></fileDesc></teiHeader>"
 
@@ -114,8 +113,7 @@ def test_real_shard_matches_an_independent_reading(tmp_path):
     assert hosts <= {"wikimedia.org", "wikipedia.org", "wiktionary.org", "wikinews.org"}
 
 
-# --- formats
-# --------------------------------------------------------------------------------------------------
+# --- formats --------------------------------------------------------------------------------------
 
 TEXTS = ["água & fogo", "NA", "dois\nlinhas, “aspas”"]
 ROWS = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
@@ -210,8 +208,7 @@ def test_encodings(encoding, tmp_path):
             documents_of(tmp_path / "a.txt", encoding=wrong)
 
 
-# --- rows
-# --------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ids", [{"id": None}, {"id": 7}, {}])
@@ -316,8 +313,7 @@ def test_evaluations_read_the_same_files(tmp_path):
         assert texts.read_texts(recipe.Options(model="", text=str(file))) == TEXTS
 
 
-# --- selection
-# --------------------------------------------------------------------------------------------------
+# --- selection ------------------------------------------------------------------------------------
 
 
 def test_prose_filter_at_its_limits():

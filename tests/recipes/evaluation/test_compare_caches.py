@@ -2,9 +2,11 @@
 tokens, runs go on."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from bad_input import refused
 from corpora.tokenization import build_character_tokenizer
@@ -283,3 +285,15 @@ def test_bad_options(folder, tmp_path, capsys):
     # absent, or beside a transformers that it does not know
     with pytest.raises(Exception, match="kvpress"):
         presses.scorer("SnapKV blind", 64)
+
+
+def test_scores_that_are_not_finite_are_refused(folder, tmp_path, capsys):
+    adapter = shutil.copytree(folder / "adapter", tmp_path / "adapter")
+    (file,) = adapter.glob("*.safetensors")
+    tensors = load_file(file)
+    next(value for name, value in tensors.items() if "keep_weight" in name).view(-1)[0] = torch.nan
+    save_file(tensors, file)
+    words = ["--model", folder / "model", "--adapter", adapter, "--text", folder / "text.txt"]
+    words += [*NATS, "--ways", "half", "--caches", 32, "--device", "cpu", "--out", tmp_path / "out"]
+    refused(compare_caches.main, words, capsys, str(adapter), keeps=adapter)
+    assert not (tmp_path / "out.json").exists()

@@ -16,8 +16,7 @@ from recall.facts import FACT_NAMES, fact_example, facts_row
 from recall.filler import Filler
 from recall_texts import NAMES, assert_answered, encoder, filler, text_at, tokenizer
 
-# --- the filler
-# --------------------------------------------------------------------------------------------------
+# --- the filler -----------------------------------------------------------------------------------
 
 
 def test_articles_are_parted_by_a_blank_line():
@@ -35,8 +34,7 @@ def test_articles_are_parted_by_a_blank_line():
     }
 
 
-# --- passkeys
-# --------------------------------------------------------------------------------------------------
+# --- passkeys -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "depth"), [("bpe", 0.3), ("characters", 1)])
@@ -62,8 +60,7 @@ def test_passkeys_have_exactly_the_length_and_the_depth(kind, depth):
     )
 
 
-# --- facts
-# --------------------------------------------------------------------------------------------------
+# --- facts ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -175,8 +172,7 @@ def test_a_seed_gives_the_same_example_and_the_same_person_at_every_distance():
     assert np.array_equal(rows[0].tokens, rows[1].tokens) and rows[0].questions == rows[1].questions
 
 
-# --- rows to learn from
-# --------------------------------------------------------------------------------------------------
+# --- rows to learn from ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["bpe", "characters"])

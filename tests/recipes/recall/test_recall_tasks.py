@@ -59,8 +59,7 @@ def evaluate(out: Path, *options) -> dict:
     return json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
 
 
-# --- scoring
-# --------------------------------------------------------------------------------------------------
+# --- scoring --------------------------------------------------------------------------------------
 
 
 def greedy_example(model, seed: int, length: int, width: int, wrong: int | None = None) -> Example:
@@ -127,8 +126,7 @@ def test_wilson_interval():
     assert wilson_interval(5, 10) == pytest.approx((0.236593, 0.763407), abs=1e-6)
 
 
-# --- the memory off
-# --------------------------------------------------------------------------------------------------
+# --- the memory off -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -166,8 +164,7 @@ def test_without_its_memory_a_model_knows_only_the_segment(build):
     assert (with_memory[:, 8:] - off[:, 8:]).abs().max() > 0.1
 
 
-# --- the recipe
-# --------------------------------------------------------------------------------------------------
+# --- the recipe -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -252,8 +252,7 @@ def test_the_report_says_what_there_is_to_say(base, content, text):
     )
 
 
-# --- finished runs
-# --------------------------------------------------------------------------------------------------
+# --- finished runs --------------------------------------------------------------------------------
 
 
 def test_finished_runs_are_compared(base, content, tmp_path, capsys):
@@ -293,8 +292,7 @@ def test_finished_runs_are_compared(base, content, tmp_path, capsys):
     refused(study.main, ["--runs", base, *words[3:]], capsys, "has no result.json")
 
 
-# --- sweeps
-# --------------------------------------------------------------------------------------------------
+# --- sweeps ---------------------------------------------------------------------------------------
 
 
 def test_a_grid_with_seeds_goes_on_when_one_fails(base, finished, tmp_path, capsys):

@@ -23,8 +23,7 @@ def planned(tmp_path, *files, **settings) -> list[plan.Run]:
     return plan.runs_of(plan.read_study([str(file) for file in files], **settings), tmp_path)
 
 
-# --- the files of the published study
-# --------------------------------------------------------------------------------------------------
+# --- the files of the published study -------------------------------------------------------------
 
 
 def test_every_scale_and_variant_is_taken_by_the_recipes(tmp_path, capsys):
@@ -57,8 +56,7 @@ def test_configs_name_their_command():
         assert all((ROOT / word).is_file() for word in words if word.startswith("recipes/")), file
 
 
-# --- parts
-# --------------------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
 def test_settings_go_above_files_and_variants_above_what_all_share(tmp_path):
@@ -230,8 +228,7 @@ def test_characters_of_tokens_add_up_to_the_text():
     assert tokenizer.eos_token_id not in tokens[2][:-1]  # spelled out, it is text
 
 
-# --- processes
-# --------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 OUTCOMES = [

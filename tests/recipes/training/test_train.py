@@ -45,8 +45,7 @@ def self_run(base):
     return base / "self"
 
 
-# --- a run
-# --------------------------------------------------------------------------------------------------
+# --- a run ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -135,8 +134,7 @@ def test_a_run_of_other_options_is_another_run(tmp_path):
             run_folder.check_same_run(tmp_path, now | changed)
 
 
-# --- several processes
-# --------------------------------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -158,8 +156,7 @@ def test_two_processes_train_what_one_does(base, self_run):
     assert result(self_run)["tokens"] == result(base / "two")["tokens"]
 
 
-# --- starting from a model
-# --------------------------------------------------------------------------------------------------
+# --- starting from a model ------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -211,7 +208,7 @@ def test_what_a_start_cannot_be(base, self_run, tmp_path):
     def config(context=CONTEXT, **options):
         return build_config(ModelOptions(**options), tokenizer, context)
 
-    with pytest.raises(ValueError, match="are incomplete"):
+    with pytest.raises(UserError, match="--init_from: .* are incomplete"):
         build_model(config(attention="self", init_from=str(self_run), n_layer=3), str(self_run))
     with pytest.raises(UserError, match="64 positions.*--position_encoding segment"):
         config(2 * CONTEXT, init_from=str(self_run))
@@ -226,8 +223,7 @@ def test_what_a_start_cannot_be(base, self_run, tmp_path):
     assert build_model(longer, str(straight_run(base))).config.position_encoding == "segment"
 
 
-# --- parts
-# --------------------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
 def test_parameter_groups():

@@ -34,8 +34,7 @@ def tokenizer(base):
     return AutoTokenizer.from_pretrained(prepared_data(base) / "tokenizer")
 
 
-# --- runs
-# --------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -69,8 +68,7 @@ def test_every_kind_of_attention_trains(base, kind):
         )
 
 
-# --- starting from a model
-# --------------------------------------------------------------------------------------------------
+# --- starting from a model ------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -114,8 +112,7 @@ def test_a_trained_model_gets_a_memory(base, tmp_path):
     assert all(gate.abs().min() > 1e-3 for gate in weights.values())  # their own rate is 0.01
 
 
-# --- options
-# --------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 def test_defaults_are_the_configurations_own(tokenizer):

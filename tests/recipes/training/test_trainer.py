@@ -81,8 +81,7 @@ def test_logits_of_the_learned_places_give_the_same_loss_and_gradients(make, ite
         )
 
 
-# --- evaluation
-# --------------------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 def evaluated(make, folder, **options) -> dict:
