@@ -9,12 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_infini import naive_infini_attention
-from hf_infini.ops.positions import rotate
-
-
-def rotary_tables(places: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = torch.arange(places)[:, None] / 100 ** (torch.arange(width // 2) * 2 / width)
-    return angles.cos().repeat(1, 2).double(), angles.sin().repeat(1, 2).double()
+from hf_infini.ops.positions import rotate, rotation
 
 
 def keep(kept, segment, scores, names, most):
@@ -65,6 +60,7 @@ def by_the_page(query, key, value, learned, length, local, sinks, most, names, t
     return torch.stack(outputs, 1), kept
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     length=st.integers(2, 5),
@@ -83,7 +79,7 @@ def test_a_reference_written_from_the_page_is_the_library_s(
     )
     query = query * 3
     learned = torch.randint(0, 4, (1, 1, 26), generator=draw).double()  # with ties
-    tables = rotary_tables(sinks + most + (local + 1) * length, 8)
+    tables = rotation(torch.arange(sinks + most + (local + 1) * length), 8, torch.float64)
     names = ("attention", "learned") if keep_score == "half" else (keep_score,)
     window = {"local_segments": local, "sink_tokens": sinks, "kept_tokens": most}
     found, state = naive_infini_attention(
@@ -104,7 +100,7 @@ def test_a_reference_written_from_the_page_is_the_library_s(
     torch.testing.assert_close(found[0], output)
     assert [n for n in state.kept_position[0, 0].tolist() if n >= 0] == kept
     exact = ((sinks + most) // length + local + 1) * length  # up to which nothing is missing
-    angles = rotary_tables(26, 8)
+    angles = rotation(torch.arange(26), 8, torch.float64)
     plain = torch.nn.functional.scaled_dot_product_attention(
         rotate(query, *angles), rotate(key, *angles), value, is_causal=True, enable_gqa=True
     )
