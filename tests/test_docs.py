@@ -3,6 +3,7 @@ public name, its programs run, and its figures and commands are no others than t
 results and the recipes'."""
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lunr
+import lunr.stemmer
 import pytest
 import torch
 from transformers import BatchEncoding
@@ -102,6 +105,50 @@ def test_every_page_is_there_and_loads_nothing_from_elsewhere(site):
     assert not {page: found for page, text in pages.items() if (found := loaded.findall(text))}
     shown = {name for text in pages.values() for name in re.findall(r'id="hf_infini\.(\w+)"', text)}
     assert not {*hf_infini.__all__} - shown  # every public name is on an API page
+
+
+# What people look for, and the page that answers
+FOUND = {
+    "summarise": "limits ask",
+    "summarize": "limits",
+    "summaries": "limits index",
+    "LangChain": "libraries",
+    "RAG": "libraries",
+    "Ollama": "libraries",
+    "GPU": "quickstart",
+    "batch": "memory-files",
+    "multi-turn": "ask",
+    "chat": "ask",
+    "LoRA": "fine-tune",
+    "vLLM": "libraries",
+    "PDF": "ask inicio-rapido",
+    "kvpress": "which",
+}
+
+
+@pytest.mark.slow
+def test_search_leads_to_the_pages_that_people_use(site):
+    """By lunr, as in the browser: no stems, all words, the last one as a beginning."""
+    found = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    names = ("location", "title", "text")
+    sections = [
+        ({name: re.sub("<[^>]+>", " ", part[name]) for name in names}, {"boost": part["boost"]})
+        for part in found["docs"]
+    ]
+    builder = lunr.get_default_builder()
+    for pipeline in (builder.pipeline, builder.search_pipeline):
+        pipeline.remove(lunr.stemmer.stemmer)
+    weights = [
+        {"field_name": name, "boost": found["config"]["fields"][name]["boost"]}
+        for name in ("title", "text")
+    ]
+    index = lunr.lunr("location", weights, sections, builder=builder)
+    first = {}
+    for words in FOUND:
+        query = " ".join(f"+{word}" for word in words.lower().split("-")) + "*"
+        first[words] = index.search(query)[0]["ref"].partition(".html")[0]
+    wrong = {words: page for words, page in first.items() if page not in FOUND[words].split()}
+    assert not wrong, wrong
 
 
 def test_every_option_has_its_section():
