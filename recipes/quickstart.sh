@@ -86,5 +86,5 @@ cache of self-attention grows with every token.
 
 Kept tokens need no training. Next, give them to a model that you have, a folder or a name on the Hub, and ask it about a document:
 
-    .venv/bin/hf-infini ask HuggingFaceTB/SmolLM2-135M-Instruct docs/which.md -q "When should I take the plain cache?"
+    .venv/bin/hf-infini ask Qwen/Qwen2.5-Coder-1.5B-Instruct docs/which.md -q "When should I take the plain cache?"
 END

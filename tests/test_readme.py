@@ -20,7 +20,7 @@ from models import token_ids
 from pages import ROOT, blocks, commands, programs
 from running import run_recipe, sample_text
 
-NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+NAME, LARGER = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-Coder-1.5B-Instruct"
 
 
 def stand_in(folder: Path) -> None:
@@ -50,7 +50,7 @@ def clone(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "clone"
     for part in ("docs", "recipes", "model_cards"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("model.safe*"))
-    for name in (NAME, "smollm2"):
+    for name in (NAME, LARGER, "smollm2"):
         stand_in(folder / name)
     shutil.rmtree(folder / "model_cards" / "smollm2")
     fitted(folder / NAME, folder / "model_cards" / "smollm2")
