@@ -3,6 +3,7 @@ public name, its programs run, and its figures and commands are no others than t
 results and the recipes'."""
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -10,27 +11,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lunr
+import lunr.stemmer
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    BatchEncoding,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import BatchEncoding
 
 import hf_infini
-from cases import assert_same_gradients
 from corpora.tokenization import train_bpe
 from decoders import decoder
 from hf_infini import InfiniCache, InfiniGPT2Config, patch_model
 from models import token_ids
+from pages import PAGES, ROOT, blocks, programs
 from running import sample_text
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
 NO_NETWORK = dict.fromkeys(
     ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"
 )
@@ -51,39 +45,6 @@ def decimals(text: str) -> set[str]:
     return set(
         re.findall(r"(?<![\w.])(?!\d{4}\.\d{5})\d+\.\d+(?![\w.]*`|\.?\d)", CODE.sub("", text))
     )
-
-
-def programs(page: str) -> list[str]:
-    return re.findall("```python\n(.*?)\n```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
-
-
-def test_the_first_lines_of_the_readme_run(tmp_path):
-    """With a small model of the same kind in the place of the one that would be downloaded."""
-    model, tokenizer = decoder("llama", vocab_size=400), train_bpe([sample_text()], 400)
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "stock")
-    code = programs("README.md")[0]
-    assert code == programs("docs/index.md")[0]
-    names = {"text": sample_text()}
-    for shown, here in (
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", str(tmp_path / "stock")),
-        ("text)", "text, rows=2)"),
-    ):
-        assert code.count(shown) == 1
-        code = code.replace(shown, here)
-    exec(code, names)
-    # no bos, no eos: those are not kept
-    patched, ids = names["model"], token_ids(1, 500).clamp(min=3)
-    assert all(layer.self_attn.keep_weight.any() for layer in patched.model.layers)
-    with torch.no_grad():  # beyond one segment, inside the cache
-        torch.testing.assert_close(patched(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
-    assert patched.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 503)
-    patched.save_pretrained(tmp_path / "patched")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
-    assert type(again) is type(patched) and again.config.sink_tokens == 4
-    names["hf_infini"].unpatch_model(patched)
-    with torch.no_grad():
-        assert type(patched) is type(model) and torch.equal(patched(ids).logits, model(ids).logits)
 
 
 def test_many_questions_of_one_text(tmp_path, monkeypatch):
@@ -118,126 +79,6 @@ def test_many_questions_of_one_text(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.slow
-def test_the_program_that_fine_tunes_runs(tmp_path, monkeypatch):
-    """With a small model of the same kind in the place of the one that would be downloaded."""
-    letters = Tokenizer(
-        models.WordLevel(
-            {letter: number for number, letter in enumerate("?abcdefgh")}, unk_token="?"
-        )
-    )
-    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(tmp_path / "stock")
-    decoder("llama").save_pretrained(tmp_path / "stock")
-    (tmp_path / "livro.txt").write_text("abacadefhg" * 500, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    code = programs("docs/fine-tune.md")[0]
-    assert code.count("HuggingFaceTB/SmolLM2-135M") == 1
-    names = {}
-    exec(code.replace("HuggingFaceTB/SmolLM2-135M", str(tmp_path / "stock")), names)
-    assert len(names["rows"]) == 2 and names["trainer"].state.global_step == 3
-    tuned, stock = (
-        AutoModelForCausalLM.from_pretrained("tuned"),
-        AutoModelForCausalLM.from_pretrained("stock"),
-    )
-    moved = [(layer.self_attn.gate.weight + 4).abs().max().item() for layer in tuned.model.layers]
-    # Adam's steps are about the learning rate, which falls to a third in three steps: 0.01 for the
-    # gates, 1e-4 for the rest
-    assert min(moved) > 0.005
-    assert 0 < (tuned.lm_head.weight - stock.lm_head.weight).abs().max().item() < 0.001
-    assert tuned.config.segment_length == 256 and names["tokenizer"]("ab").input_ids == [1, 2]
-
-
-def long_document(tokens: int):
-    """A patched model without dropout, and one text of so many tokens, of which each has a
-    target."""
-    model = patch_model(decoder("llama"), segment_length=8, local_segments=1).train()
-    return model, token_ids(1, tokens + 1)[0]
-
-
-def one_pass(model, ids) -> list[torch.Tensor]:
-    """The gradients of a whole row."""
-    target = ids[None, 1:]
-    loss = model(ids[None, :-1], labels=target, shift_labels=target, use_cache=False).loss
-    return [
-        *torch.autograd.grad(loss, [*model.parameters()], allow_unused=True, materialize_grads=True)
-    ]
-
-
-@pytest.mark.parametrize("window", [4, 1])
-def test_the_loop_over_chunks_has_the_gradients_of_one_pass_within_a_window(window):
-    """A step of stochastic gradient descent at rate 1 moves the weights by the gradient."""
-    (code,) = (text for text in programs("docs/fine-tune.md") if "chunk_tokens, window" in text)
-    changes = (
-        "torch.optim.AdamW(groups), 1024, 4",
-        f"torch.optim.SGD(model.parameters(), 1.0), 16, {window}",
-    )
-    assert code.count(changes[0]) == code.count("optimizer.step()") == 1
-    code = code.replace(*changes).replace("optimizer.step()", "optimizer.step(), moved(model)")
-    model, ids = long_document(64)
-    wanted, gradients, before = (
-        one_pass(model, ids),
-        [],
-        [parameter.detach().clone() for parameter in model.parameters()],
-    )
-
-    def moved(model):
-        gradients.append(
-            [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
-        )
-        for old, new in zip(before, model.parameters(), strict=True):
-            new.data.copy_(old)  # the next window has the same weights
-
-    exec(code, {"torch": torch, "model": model, "ids": ids, "moved": moved})
-    assert len(gradients) == 4 // window
-    found = [sum(parts) / len(gradients) for parts in zip(*gradients, strict=True)]
-    if window == 4:
-        assert_same_gradients(found, wanted, 1e-4)  # float32, in other groups
-    else:  # what was cut off is missing
-        with pytest.raises(AssertionError, match="gradient"):
-            assert_same_gradients(found, wanted, 1e-2)
-
-
-@pytest.mark.slow
-def test_the_trainer_that_reads_long_rows_in_chunks(tmp_path):
-    (code,) = (text for text in programs("docs/fine-tune.md") if "class LongRowTrainer" in text)
-    names = {"torch": torch, "Trainer": Trainer, "InfiniCache": InfiniCache}
-    exec(code.replace("split(1024", "split(32"), names)
-    arguments = TrainingArguments(
-        tmp_path,
-        max_steps=1,
-        per_device_train_batch_size=2,
-        use_cpu=True,
-        max_grad_norm=0,
-        gradient_accumulation_steps=2,
-        report_to=[],
-        disable_tqdm=True,
-    )
-    for tokens in (32, 80):
-        found = []
-        for trainer_class in (Trainer, names["LongRowTrainer"]):
-            model, _ = long_document(1)
-            before = [parameter.detach().clone() for parameter in model.parameters()]
-            rows = [{"input_ids": row, "labels": row} for row in token_ids(4, tokens)]
-            optimizer = torch.optim.SGD(model.parameters(), 1.0)
-            loss = (
-                trainer_class(model, arguments, train_dataset=rows, optimizers=(optimizer, None))
-                .train()
-                .training_loss
-            )
-            change = [
-                old - new.detach() for old, new in zip(before, model.parameters(), strict=True)
-            ]
-            found.append((loss, change))
-        (loss, wanted), (loss_in_chunks, change) = found
-        assert loss_in_chunks == pytest.approx(loss, rel=1e-5)
-        if tokens == 32:
-            assert_same_gradients(change, wanted, 1e-4)
-        else:
-            with pytest.raises(AssertionError, match="gradient"):
-                assert_same_gradients(change, wanted, 1e-2)
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
@@ -264,6 +105,50 @@ def test_every_page_is_there_and_loads_nothing_from_elsewhere(site):
     assert not {page: found for page, text in pages.items() if (found := loaded.findall(text))}
     shown = {name for text in pages.values() for name in re.findall(r'id="hf_infini\.(\w+)"', text)}
     assert not {*hf_infini.__all__} - shown  # every public name is on an API page
+
+
+# What people look for, and the page that answers
+FOUND = {
+    "summarise": "limits ask",
+    "summarize": "limits",
+    "summaries": "limits index",
+    "LangChain": "libraries",
+    "RAG": "libraries",
+    "Ollama": "libraries",
+    "GPU": "quickstart",
+    "batch": "memory-files",
+    "multi-turn": "ask",
+    "chat": "ask",
+    "LoRA": "fine-tune",
+    "vLLM": "libraries",
+    "PDF": "ask inicio-rapido",
+    "kvpress": "which",
+}
+
+
+@pytest.mark.slow
+def test_search_leads_to_the_pages_that_people_use(site):
+    """By lunr, as in the browser: no stems, all words, the last one as a beginning."""
+    found = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    names = ("location", "title", "text")
+    sections = [
+        ({name: re.sub("<[^>]+>", " ", part[name]) for name in names}, {"boost": part["boost"]})
+        for part in found["docs"]
+    ]
+    builder = lunr.get_default_builder()
+    for pipeline in (builder.pipeline, builder.search_pipeline):
+        pipeline.remove(lunr.stemmer.stemmer)
+    weights = [
+        {"field_name": name, "boost": found["config"]["fields"][name]["boost"]}
+        for name in ("title", "text")
+    ]
+    index = lunr.lunr("location", weights, sections, builder=builder)
+    first = {}
+    for words in FOUND:
+        query = " ".join(f"+{word}" for word in words.lower().split("-")) + "*"
+        first[words] = index.search(query)[0]["ref"].partition(".html")[0]
+    wrong = {words: page for words, page in first.items() if page not in FOUND[words].split()}
+    assert not wrong, wrong
 
 
 def test_every_option_has_its_section():
@@ -295,14 +180,12 @@ def test_what_people_use_is_ten_short_pages():
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - words.keys() == {"families.md"}
 
 
-def commands() -> dict[str, set[str]]:
+def given_flags() -> dict[str, set[str]]:
     """Recipe → the flags that README and pages give it."""
     found = {}
-    for file in (ROOT / "README.md", *PAGES):
-        for block in re.findall(
-            r"^```bash\n(.*?)^```$", file.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-        ):
-            for line in block.replace("\\\n", " ").splitlines():
+    for page in (ROOT / "README.md", *PAGES):
+        for text in (text for language, text in blocks(page) if language == "bash"):
+            for line in text.replace("\\\n", " ").splitlines():
                 for recipe, words in re.findall(r"recipes/(\w+)\.py( .*)?", line):
                     flags = (
                         word for word in shlex.split(words, comments=True) if word.startswith("--")
@@ -313,7 +196,7 @@ def commands() -> dict[str, set[str]]:
 
 def test_commands_have_flags_that_exist(capsys, monkeypatch):
     unknown = {}
-    for recipe, flags in commands().items():
+    for recipe, flags in given_flags().items():
         specification = importlib.util.spec_from_file_location(
             recipe, ROOT / "recipes" / f"{recipe}.py"
         )
