@@ -227,7 +227,8 @@ class InfiniCache(Cache):
         """ValueError unless a base model is the one that has filled the cache, whatever has become
         of it, or another one with the same options and weights, as far as [`sample_of`] shows.
         Into an empty cache any model of its configuration may read."""
-        known, config = self._model(), model.config
+        config: Any = model.config
+        known = self._model()
         if self.exchange() is not None or known is model and self._config is config:
             return
         written, given = _facts(self._config), _facts(config)
