@@ -2,7 +2,9 @@
 grow with the context."""
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,21 @@ from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
 from ..ops.rules import RULES
 from ..ops.state import InfiniState
-from ..options import key_heads
-from .files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
+from ..options import MemoryOptions, key_heads
+from .files import (
+    DESCRIBED_INDIRECTLY,
+    WITHOUT_EFFECT,
+    MemoryFileError,
+    check_model,
+    describe_model,
+    read_memory_file,
+    write_memory_file,
+)
+from .identity import Sample, different_weights, digest_after, sample_of
 
-TEXT_END = 64  # so many last ids tell a text from another
+TEXT_END = 64  # so many last ids are kept
+# Options of the memory by which a state means something else, beside the windows
+OPTIONS = {field.name for field in fields(MemoryOptions)} - WITHOUT_EFFECT - DESCRIBED_INDIRECTLY
 
 
 class InfiniLayer(CacheLayerMixin):
@@ -84,8 +97,9 @@ class InfiniCache(Cache):
 
     Attributes:
         text: what is known of the text read, by its names in a memory file: `text_end` `[batch,
-            TEXT_END]`, the last ids, −1 before the first and −2 for embeddings; `documents`, see
-            [`kept_layers_masks`], where padding needs it.
+            TEXT_END]`, the last ids, −1 before the first and −2 for embeddings; `text_digest`
+            `[batch, 2]`, [`digest_after`] of all ids (not of a file of earlier versions);
+            `documents`, see [`kept_layers_masks`], where padding needs it.
     """
 
     layers: Any  # each an InfiniLayer, or transformers' own
@@ -108,8 +122,14 @@ class InfiniCache(Cache):
         )
         self._config, self.windows = config, config.windows
         self.text: dict[str, Tensor] = {}
+        # the model that filled it, while it is there, and what its weights were
+        self._model: Callable[[], nn.Module | None] = _nothing
+        self._sample: Sample = {}
 
     __copy__ = copy.deepcopy
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_model": _nothing}
 
     def __deepcopy__(self, memo) -> "InfiniCache":
         other = object.__new__(type(self))
@@ -144,6 +164,46 @@ class InfiniCache(Cache):
         self._map(lambda tensor: tensor[indices])
 
     @property
+    def batch_size(self) -> int:
+        """Rows of what has been read; −1 before the first call."""
+        return -1 if self.state is None else len(self.state.tokens_seen)
+
+    def reset(self) -> None:
+        """Empties the cache: it may then read a text as a new one does."""
+        if self.exchange() is not None:
+            raise ValueError(f"a {type(self).__name__} is for one call: make one for each.")
+        InfiniCache.__init__(self, self._config)
+        self.in_step = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """ValueError unless it is 0: a memory cannot take back a token."""
+        if tokens_to_remove:
+            raise ValueError(
+                "a memory cannot take back a token that it has read: keep a copy from before it, "
+                "copy.copy(cache), and go on from that one."
+            )
+
+    def activate_past_recording(self) -> None:
+        """ValueError: what it prepares is [`InfiniCache.crop`]."""
+        self.crop(-1)
+
+    def early_initialization(self, *args, **kwargs) -> None:
+        """ValueError: only a call of the model makes the states."""
+        raise ValueError(
+            "the states of a memory are made by the first call of its model, so the cache cannot "
+            "be filled with zeros before it (torch.export): begin with a call."
+        )
+
+    def offload(self, *args, **kwargs) -> None:
+        """ValueError: a cache of constant size stays on the devices of its layers."""
+        raise ValueError(
+            "an InfiniCache is not offloaded to the CPU: it is of constant size. To keep what has "
+            "been read elsewhere, use save_pretrained and from_pretrained."
+        )
+
+    prefetch = offload
+
+    @property
     def state(self) -> InfiniState | None:
         """The state of the first layer with memory: its tokens_seen and positions hold for all."""
         return next(layer.state for layer in self.layers if isinstance(layer, InfiniLayer))
@@ -162,6 +222,31 @@ class InfiniCache(Cache):
                 for e in self.layers
             ]
         )
+
+    def check_model(self, model: nn.Module) -> None:
+        """ValueError unless a base model is the one that has filled the cache, whatever has become
+        of it, or another one with the same options and weights, as far as [`sample_of`] shows.
+        Into an empty cache any model of its configuration may read."""
+        config: Any = model.config
+        known = self._model()
+        if self.exchange() is not None or known is model and self._config is config:
+            return
+        written, given = _facts(self._config), _facts(config)
+        names = [name for name in given if written[name] != given[name]]
+        different = [f"{name} is {written[name]} in the cache and {given[name]}" for name in names]
+        sample = sample_of(model)
+        if not different and self.state is not None:
+            # training may have changed the one since
+            before = self._sample if known is None else sample_of(known)
+            weights = different_weights(before, sample)
+            different = [f"{name} has other numbers" for name in weights[:1]]
+        if different:
+            raise ValueError(
+                f"this cache is of another model: {'; '.join(different)} in this one. A memory "
+                "means nothing to other weights: go on with the model that has filled it, or have "
+                f"this one read the text, with a new {type(self).__name__}(model.config)."
+            )
+        self._model, self._config, self._sample = weakref.ref(model), config, sample
 
     def exchange(self) -> Any:
         """What gives the layers of one call what other processes have read (context parallelism);
@@ -183,14 +268,14 @@ class InfiniCache(Cache):
         """Takes over what a call of `tokens` columns has left; `input_ids` `[batch, tokens]`, or
         `None` for embeddings."""
         self.advance_layers(of_call, tokens)
-        state: Any = self.state
-        embedded = state.tokens_seen.new_full((len(state.tokens_seen), tokens), -2)
-        self.note_text(embedded if input_ids is None else input_ids)
+        if input_ids is None:
+            state: Any = self.state
+            input_ids = state.tokens_seen.new_full((len(state.tokens_seen), tokens), -2)
+        self.note_text(input_ids)
 
     def note_text(self, ids: Tensor) -> None:
         """Takes the ids `[batch, tokens]` of a call into the `text`."""
-        before = self.text.get("text_end", ids.new_full((len(ids), TEXT_END), -1))
-        self.text["text_end"] = torch.cat([before, ids[:, -TEXT_END:].to(before)], 1)[:, -TEXT_END:]
+        self.text |= text_after(self.text, ids)
 
     def advance_layers(self, of_call: Any, tokens: int) -> None:
         """Gives the layers that have been called their new states."""
@@ -212,19 +297,28 @@ class InfiniCache(Cache):
         return F.pad(attention_mask, (self.get_seq_length(), 0), value=1)
 
     def check_ids(self, input_ids: Tensor) -> None:
-        """ValueError unless these ids, `[batch, tokens]`, begin with what has been read, as far as
-        `text_end` shows, and go on. The cache may have several rows for each (beams)."""
+        """ValueError unless these ids, `[batch, tokens]`, begin with what has been read, by its
+        digest, or in a file of earlier versions by its end, and go on. The cache may have several
+        rows for each (beams)."""
         columns, tokens = self.get_seq_length(), input_ids.shape[1]
-        begins = F.pad(input_ids[:, :columns], (TEXT_END, 0), value=-1)[:, -TEXT_END:]
-        read = self.text.get("text_end", begins[:0])
-        begins = begins.repeat_interleave(max(1, len(read) // len(begins)), 0)
-        if columns and not (tokens > columns and torch.equal(read, begins.to(read))):
-            raise ValueError(
-                f"these {tokens} ids are not the {columns} that the cache has read and new ones "
-                "after them: give those, or, for new ids alone, "
-                "attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for "
-                "real tokens."
-            )
+        if not columns:
+            return
+        begins = text_after({}, input_ids[:, :columns])
+        name = "text_digest" if "text_digest" in self.text else "text_end"
+        read, found = self.text[name], begins[name]
+        found = found.repeat_interleave(max(1, len(read) // len(found)), 0).to(read)
+        if tokens < columns or (same := torch.equal(read, found)) and tokens == columns:
+            reason = "there are no new ones"
+        elif not same:
+            reason = "the cache has read another text"
+        else:
+            return
+        raise ValueError(
+            f"these {tokens} ids are not the {columns} that the cache has read and new ones "
+            f"after them: {reason}. Give those, or, for new ids alone, "
+            "attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for "
+            "real tokens."
+        )
 
     def check_past(self, attention_mask: Tensor) -> None:
         """ValueError (in a graph RuntimeError) where a mask of the past has fewer real tokens in a
@@ -335,6 +429,29 @@ class InfiniCache(Cache):
             if not name.startswith("layers.")
         }
         return cache
+
+
+def text_after(text: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
+    """What is known of a text, [`InfiniCache.text`], and of these ids `[batch, tokens]` after it;
+    `text_digest` only where it is known of what is before."""
+    end, digest = text.get("text_end"), text.get("text_digest")
+    before = ids.new_full((len(ids), TEXT_END), -1) if end is None else end
+    after = {"text_end": torch.cat([before, ids[:, -TEXT_END:].to(before)], 1)[:, -TEXT_END:]}
+    if end is None or digest is not None:
+        after["text_digest"] = digest_after(digest, ids)
+    return after
+
+
+def _nothing() -> None:
+    """As a weak reference to what is gone."""
+
+
+def _facts(config: Any) -> dict[str, Any]:
+    """What the states of a model's cache depend on, beside its weights."""
+    return {
+        "num_hidden_layers": config.num_hidden_layers,
+        "(segment_length, local_segments, sink_tokens, kept_tokens) by layer": config.windows,
+    } | {name: getattr(config, name, None) for name in sorted(OPTIONS)}
 
 
 def cache_bytes(config: PreTrainedConfig) -> int:

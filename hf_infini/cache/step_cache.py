@@ -14,7 +14,7 @@ from ..ops.layout.base import WINDOW_SIZES
 from ..ops.rules import RULES
 from ..ops.step import segment_border, with_segments_complete
 from ..options import first_layers
-from .cache import TEXT_END, InfiniCache
+from .cache import InfiniCache, text_after
 
 # the same tensors in all layers of a window
 SHARED = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")
@@ -118,8 +118,7 @@ class StepCache(InfiniCache):
             write_into(layer.state.tensors(), called.left[0].tensors())
 
     def note_text(self, ids: Tensor) -> None:
-        end = self.text["text_end"]
-        end.copy_(torch.cat([end, ids.to(end)], 1)[:, -TEXT_END:])
+        write_into(self.text, text_after(self.text, ids))
 
 
 def write_into(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:

@@ -329,6 +329,8 @@ def begin_call(
         cache = InfiniCache(model.config) if use_cache else None
     elif not torch.compiler.is_compiling():  # a graph would be one for each number of columns
         cache.check_finished()
+    if cache is not None and not torch.compiler.is_compiling():
+        cache.check_model(model)
     if (
         cache is not None
         and cache.state is not None

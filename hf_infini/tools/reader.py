@@ -1,23 +1,31 @@
 """A text that is read once, and asked many times: questions after a document, the turns of a
 chat."""
 
+import contextlib
 import copy
 import glob
 import hashlib
+import json
+import os
+import sys
 import time
+import uuid
+import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..cache.cache import InfiniCache
-from ..cache.files import describe_model
+from ..cache.cache import InfiniCache, text_after
+from ..cache.files import MemoryFileError, describe_model
 from ..compat.cache_name import CACHE, cache_of
+from ..models.loading import fingerprint
 from ..models.structure import decoder_of
 from ..options import check_number
 
@@ -25,16 +33,20 @@ SAVE_SECONDS = 60  # between two files of what has been read so far
 # The chat of a model that has no template; one that was not trained for chats goes on with the next
 # question after a line
 PLAIN_TEMPLATE = (
-    "{% for turn in messages %}{% if turn.role == 'user' %}{{ turn.content }}\nAnswer:{% else %} "
+    "{% for turn in messages %}{% if turn.role == 'user' %}{{ turn.content }}\nAnswer:"
+    "{% elif turn.role == 'system' %}{{ turn.content }}\n\n{% else %} "
     "{{ turn.content }}\n\nQuestion: {% endif %}{% endfor %}"
 )
+# Around what is plain text although it spells special tokens; half of a character, which no text
+# with tokens has
+MARK = "\ud800"
 
 
 class Reader:
     """Reads texts with a model that has a memory, and each beginning of them once: a text goes on
     from the longest beginning that was read, so a question after a document, or the next turn of a
     chat, costs what is new. Where a chat's template renders an earlier turn otherwise, the reader
-    goes on from the turn before. ValueError where the model has no memory.
+    goes on from the turn before.
 
     Args:
         model, tokenizer: a causal language model with a memory, in evaluation mode, and its
@@ -42,8 +54,11 @@ class Reader:
         chunk: tokens per call of the model, at least 1; working memory grows with it.
         cache: what was read before every text, such as [`InfiniCache.from_pretrained`] gives;
             `None`: nothing.
-        turns: so many latest answers' ends, at least 1, are kept; each takes
-            [`hf_infini.cache_bytes`] bytes.
+        turns: so many latest answers' ends, at least 1, are kept, and so many readings of the
+            document after other beginnings of a chat; each takes [`hf_infini.cache_bytes`] bytes.
+
+    Raises:
+        ValueError: the model has no memory, or the cache was read by another tokenizer.
     """
 
     def __init__(
@@ -60,9 +75,19 @@ class Reader:
         net: Any = model
         self.model, cache = net, InfiniCache(net.config) if cache is None else cache
         self.tokenizer, self.chunk, self.document = tokenizer, chunk, ""
-        self.texts: dict[str, InfiniCache] = {"": cache}  # that were read
-        # texts up to the end of an answer
+        self._document = ""  # with marks
+        # Texts that were read; in these, [`MARK`] is around plain text that spells special tokens
+        self.texts: dict[str, InfiniCache] = {"": cache}
+        # texts up to the end of an answer; and the document after other beginnings
         self.turns: deque[tuple[str, InfiniCache]] = deque(maxlen=turns)
+        self.documents: deque[tuple[str, InfiniCache]] = deque(maxlen=turns)
+        if "tokenizer" in cache.text and not torch.equal(
+            cache.text["tokenizer"][:1].cpu(), self._tokenizer_sha256()
+        ):
+            raise ValueError(
+                "the cache was read by another tokenizer, whose tokens have other ids: give the "
+                "reader that one, or have it read the text."
+            )
 
     def read(
         self,
@@ -78,72 +103,138 @@ class Reader:
         Args:
             file: a memory file of the text, which is read if it is there, and written if not. While
                 the model reads, `NAME.partial` has what it has read so far: after a kill the same
-                call goes on there.
+                call goes on there. Where another process reads the same text into the same file,
+                this one waits for it.
             split_special_tokens: whether words of the text that spell special tokens are plain
                 text, as others' may.
             progress: whether a bar shows how far it is, and the time left.
 
         Returns:
             The reader's own cache after the text. Copy it (`copy.copy`) before a model is called
-            with it. MemoryFileError where the file is damaged, or the memory of another text or
-            model.
+            with it. MemoryFileError where the file is damaged, or the memory of another text,
+            beginning, tokenizer or model; what is such a `NAME.partial` is passed over, with a
+            warning.
         """
-        if text in self.texts:
+        key = self._plain(text) if split_special_tokens else _checked(text)
+        if key not in self.texts:
+            begun = self._begun(text, len(text) - 1)
+            rest = text[len(_bare(begun)) :]
+            key = begun + (self._plain(rest) if split_special_tokens else rest)
+        return self._read(key, file, progress)
+
+    def _read(self, text: str, file: str | Path | None, progress: bool) -> InfiniCache:
+        """[`Reader.read`] of a text with marks."""
+        if text in self.texts and (file is None or Path(file).exists()):
             return self.texts[text]
-        begun, before = self._longest([text])
-        sha256, file = (
-            [hashlib.sha256(text.encode()).hexdigest()],
-            None if file is None else Path(file),
-        )
-        if file is not None and file.exists():
-            cache = InfiniCache.from_pretrained(file, self.model, text_sha256=sha256)
-        elif file is None:
-            cache = self._read_on(
-                copy.copy(before), self._encode(text[len(begun) :], split_special_tokens), progress
-            )
+        begun, before = self._longest([text])[0]
+        ids = self._encode(text[len(begun) :])
+        if file is None:
+            cache = self._read_on(copy.copy(before), ids, progress)
         else:
-            # now, if it cannot be made, and not after hours
-            file.parent.mkdir(parents=True, exist_ok=True)
-            partial, description = (
-                file.with_name(f"{file.name}.partial"),
-                describe_model(self.model),
-            )
-            cache, done = copy.copy(before), 0
-            if partial.exists():
-                cache = InfiniCache.from_pretrained(partial, self.model, text_sha256=sha256)
-                done = cache.get_seq_length() - before.get_seq_length()
-
-            def save(path: Path) -> None:
-                cache.save_pretrained(path, description, text_sha256=sha256)
-
-            ids = self._encode(text[len(begun) :], split_special_tokens)
-            self._read_on(cache, ids, progress, done, lambda: save(partial))
-            save(file)
-            # of starts that were killed
-            for left in (partial, *file.parent.glob(f"{glob.escape(partial.name)}.*.part")):
-                left.unlink(missing_ok=True)
+            sha256 = hashlib.sha256(_bare(text).encode()).hexdigest()
+            cache = self._through_file(Path(file), before, ids, sha256, progress)
         self.texts[text] = cache
         return cache
 
-    def read_document(
-        self, text: str, *, file: str | Path | None = None, progress: bool = True
+    def _through_file(
+        self, file: Path, before: InfiniCache, ids: torch.Tensor, sha256: str, progress: bool
     ) -> InfiniCache:
-        """Reads the document that all following chats are about: their first message begins with
-        it. What in it spells a special token is plain text; arguments and errors as of `read`, and
-        ValueError where the template changes it."""
-        head, found, _ = self.rendered([{"role": "user", "content": text}]).partition(text)
-        if not found:
-            raise ValueError(
-                "the chat template changes what is said: set the tokenizer's chat_template to None."
-            )
-        self.read(head, progress=False)
-        cache = self.read(head + text, file=file, split_special_tokens=True, progress=progress)
-        self.document = text
+        """The cache after these ids, `[tokens]`, from a memory file, or from the model, which then
+        writes it; `sha256`: of the text."""
+        if not file.exists():
+            # now, if it cannot be made, and not after hours
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with _only_reader(file):
+                if not file.exists():
+                    return self._read_into(file, before, ids, sha256, progress)
+        cache = self._load(file, before, ids, sha256)
+        if cache.get_seq_length() != before.get_seq_length() + len(ids):
+            raise MemoryFileError(f"{file} holds a part of the text: delete it.")
+        if _lock_of(file).exists():  # of a reader that was killed when it had written the file
+            with contextlib.suppress(OSError), _only_reader(file):
+                pass
         return cache
+
+    def _read_into(
+        self, file: Path, before: InfiniCache, ids: torch.Tensor, sha256: str, progress: bool
+    ) -> InfiniCache:
+        """The cache after these ids, which the model reads, and the file, which is then written."""
+        partial, description = _partial_of(file), describe_model(self.model)
+        if partial.is_dir():
+            raise OSError(f"{partial} is a folder, and what is read so far goes there: remove it.")
+        cache, done = copy.copy(before), 0
+        try:
+            if partial.exists():
+                cache = self._load(partial, before, ids, sha256)
+                done = cache.get_seq_length() - before.get_seq_length()
+        except (MemoryFileError, OSError) as error:
+            warnings.warn(f"reading from the start, for {error}", stacklevel=2)
+
+        def save() -> None:
+            if cache.text:
+                of_text = cache.text["text_end"]
+                cache.text["tokenizer"] = self._tokenizer_sha256().to(of_text.device)
+            cache.save_pretrained(partial, description, text_sha256=[sha256])
+
+        self._read_on(cache, ids, progress, done, save)
+        save()
+        os.replace(partial, file)
+        return cache
+
+    def _load(self, file: Path, before: InfiniCache, ids: torch.Tensor, sha256: str) -> InfiniCache:
+        """A memory file of a text that goes on from `before` with these ids, all or the first."""
+        cache = InfiniCache.from_pretrained(file, self.model, text_sha256=[sha256])
+        done = cache.get_seq_length() - before.get_seq_length()
+        known = {"tokenizer": self._tokenizer_sha256()}
+        if 0 <= done <= len(ids):
+            end = before.text.get("text_end", ids)
+            known |= text_after(before.text, ids[None, :done].to(end.device))
+        # a file of earlier versions has the last ids only
+        if "text_end" not in known or not all(
+            torch.equal(cache.text[name].cpu(), part.cpu())
+            for name, part in known.items()
+            if name in cache.text
+        ):
+            raise MemoryFileError(
+                f"{file} is the memory of this text after another beginning, or by another "
+                "tokenizer: give another name, or delete it."
+            )
+        return cache
+
+    def read_document(
+        self,
+        text: str,
+        *,
+        file: str | Path | None = None,
+        progress: bool = True,
+        before: Sequence[dict[str, str]] = (),
+    ) -> InfiniCache:
+        """Reads the document that all following chats are about: their first message of the user
+        begins with it. What in it spells a special token is plain text; arguments and errors as of
+        `read`, and ValueError where the template drops what is said.
+
+        Args:
+            before: the messages that the chats begin with, such as a system message. Where others
+                come first in a chat, the document is read once more for them.
+        """
+        head, _ = self._rendered_parts([*before, {"role": "user", "content": ""}], True)
+        marked = self._plain(text)
+        self._read(head, None, progress=False)
+        cache = self._read(head + marked, file, progress)
+        self.document, self._document = text, marked
+        return cache
+
+    def name_of(self, text: str) -> str:
+        """A name for the memory file of a document: the same for the same weights, options,
+        tokenizer, chat template and text, wherever the model lies. Hashes the weights."""
+        head, _ = self._rendered_parts([{"role": "user", "content": ""}], True)
+        facts = [describe_model(self.model), fingerprint(self.tokenizer), head, _checked(text)]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def generate(self, texts: str | Sequence[str], **options) -> list[str]:
         """What the model goes on with after each of the texts, which may begin alike; ValueError
-        where one has nothing new.
+        where one was read to its end. What in them spells a special token is one, but for what was
+        read as plain text.
 
         Args:
             texts: one, whose continuation is kept for the next; or several, which are read in one
@@ -153,12 +244,13 @@ class Reader:
                 longer.
         """
         texts = [texts] if isinstance(texts, str) else list(texts)
-        begun, before = self._longest(texts)
-        ids = [self._encode(text[len(begun) :], False) for text in texts]
-        if not ids or not all(len(row) for row in ids):
-            raise ValueError(
-                "give texts that go on, by one token at least, beyond what has been read of them."
-            )
+        begun = [self._begun(text, len(text)) for text in texts]
+        pairs = zip(begun, texts, strict=True)
+        return self._answers([key + text[len(_bare(key)) :] for key, text in pairs], options)
+
+    def _answers(self, texts: list[str], options: dict[str, Any]) -> list[str]:
+        """[`Reader.generate`] of texts with marks."""
+        before, ids = self._going_on(texts)
         cache = copy.copy(before)
         if len(texts) == 1 and len(ids[0]) > self.chunk:
             cache = self._read_on(cache, ids[0][: -self.chunk], True)
@@ -188,49 +280,129 @@ class Reader:
         if len(texts) == len(output.sequences) == 1 and (options.get("num_beams") or 1) == 1:
             # the last was not read
             said: Any = self.tokenizer.decode(new[0, :-1], clean_up_tokenization_spaces=False)
-            self.turns.append((texts[0] + said, cache_of(output)))
+            text = texts[0] + said
+            if known := [turn for turn in self.turns if turn[0] == text]:
+                self.turns.remove(known[0])
+            self.turns.append((text, cache_of(output)))
         return self.tokenizer.batch_decode(new, skip_special_tokens=True)
 
+    def _going_on(self, texts: list[str]) -> tuple[InfiniCache, list[torch.Tensor]]:
+        """The cache from which these texts with marks go on, and the ids of each behind it."""
+        for begun, before in self._longest(texts):
+            ids = [self._encode(text[len(begun) :]) for text in texts]
+            if ids and all(len(row) for row in ids):
+                return before, ids
+            if begun in self.texts:  # an answer of one token ends where its question does
+                break
+        raise ValueError(
+            "give texts that go on, by one token at least, beyond what has been read of them."
+        )
+
     def chat(self, messages: Sequence[dict[str, str]], **options) -> str:
-        """The answer to the last of the messages, which are the user's and, in turn, the model's
-        answers, `role` and `content` each; by the tokenizer's chat template. Options as of
+        """The answer to the last of the messages, `role` and `content` each, which are the user's
+        and, in turn, the model's answers, perhaps after a system message; by the tokenizer's chat
+        template. What in them spells a special token is plain text, but for a system message's.
+        ValueError where the template does not take them, or none is the user's. Options as of
         [`Reader.generate`]."""
-        if self.document:
-            first, *rest = messages
-            messages = [
-                {**first, "content": f"{self.document}\n\nQuestion: {first['content']}"},
-                *rest,
-            ]
+        head, rest = self._rendered_parts(messages, bool(self.document))
+        begun = head + self._document if self.document else head
+        # a template that begins otherwise, such as with a system message
+        if self.document and len(self._longest([begun + rest])[0][0]) < len(begun):
+            known, before = self._longest([begun])[0]
+            cache = self._read_on(copy.copy(before), self._encode(begun[len(known) :]), True)
+            self.documents.append((begun, cache))
         if self.tokenizer.chat_template is None:  # a model of plain text would go on with questions
             options = {"stop_strings": ["\n"], "tokenizer": self.tokenizer} | options
-        return self.generate(self.rendered(messages), **options)[0].strip()
+        return self._answers([begun + rest], options)[0].strip()
 
     def rendered(self, messages: Sequence[dict[str, str]]) -> str:
-        """The messages as a text, up to where the answer begins."""
+        """The messages as a text, up to where the answer begins; ValueError where the template
+        does not take them."""
         how: dict[str, Any] = {
             "chat_template": self.tokenizer.chat_template or PLAIN_TEMPLATE,
             "tokenize": False,
         }
-        text: Any = self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, **how
-        )
+        try:
+            text: Any = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, **how
+            )
+        except Exception as error:  # whatever a template and its filters may raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(
+                f"the chat template does not take these messages ({reason}): give it others, or "
+                "set the tokenizer's chat_template to None."
+            ) from error
         return text
 
-    def _longest(self, texts: Sequence[str]) -> tuple[str, InfiniCache]:
-        """The longest beginning of all these texts that was read, and its cache."""
-        known = [*self.texts.items(), *self.turns]
-        return max(
-            (one for one in known if all(text.startswith(one[0]) for text in texts)),
-            key=lambda one: len(one[0]),
-        )
+    def _rendered_parts(
+        self, messages: Sequence[dict[str, str]], document: bool
+    ) -> tuple[str, str]:
+        """The messages as a text with marks: what is before the document, and what is behind it;
+        without one, all and nothing. The template sees names in the place of the document, and of
+        what is said that spells special tokens."""
+        own, shown = uuid.uuid4().hex, []
+        names = {own: self._document} if document else {}
+        place = next((n for n, turn in enumerate(messages) if turn.get("role") == "user"), None)
+        if place is None:
+            raise ValueError("give at least one message whose role is user.")
+        for number, turn in enumerate(messages):
+            said = turn.get("content")
+            if "role" not in turn or not isinstance(said, str | None):
+                raise TypeError(f"a message must have a role, and text as its content; got {turn}.")
+            if turn["role"] != "system" and said and (plain := self._plain(said)) != said:
+                said = uuid.uuid4().hex
+                names[said] = plain
+            if number == place and document:
+                said = f"{own}\n\nQuestion: {said}"
+            shown.append({**turn, "content": said})
+        head, found, rest = self.rendered(shown).partition(own)
+        if document and not found:
+            raise ValueError(
+                "the chat template changes what is said: set the tokenizer's chat_template to None."
+            )
+        for name, plain in names.items():
+            head, rest = (part.replace(name, plain) for part in (head, rest))
+        return head, rest
 
-    def _encode(self, text: str, split_special_tokens: bool) -> torch.Tensor:
-        how: dict[str, Any] = {
-            "add_special_tokens": False,
-            "split_special_tokens": split_special_tokens,
-            "verbose": False,
-        }
-        return torch.tensor(self.tokenizer(text, **how)["input_ids"], dtype=torch.long)
+    def _known(self) -> list[tuple[str, InfiniCache]]:
+        """All that was read."""
+        return [*self.texts.items(), *self.documents, *self.turns]
+
+    def _longest(self, texts: Sequence[str]) -> list[tuple[str, InfiniCache]]:
+        """The beginnings of all these texts, with marks, that were read, and their caches, from the
+        longest on."""
+        known = [one for one in self._known() if all(text.startswith(one[0]) for text in texts)]
+        return sorted(known, key=lambda one: -len(one[0]))
+
+    def _begun(self, text: str, most: int) -> str:
+        """The longest beginning of a text without marks, of so many characters at most, that was
+        read, with marks."""
+        text = _checked(text)
+        known = ((_bare(key), key) for key, _ in reversed(self._known()))
+        found = [one for one in known if len(one[0]) <= most and text.startswith(one[0])]
+        return max(found, key=lambda one: len(one[0]), default=("", ""))[1]
+
+    def _plain(self, text: str) -> str:
+        """A text in which nothing is a special token, with marks if it spells one."""
+        how: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
+        usual, plain = (
+            self.tokenizer(_checked(text), split_special_tokens=split, **how)["input_ids"]
+            for split in (False, True)
+        )
+        return text if usual == plain else f"{MARK}{text}{MARK}"
+
+    def _encode(self, text: str) -> torch.Tensor:
+        """The ids of a text with marks, `[tokens]`."""
+        ids, how = [], {"add_special_tokens": False, "verbose": False}
+        for number, piece in enumerate(text.split(MARK)):
+            if piece:
+                how["split_special_tokens"] = number % 2 == 1
+                ids += self.tokenizer(piece, **how)["input_ids"]
+        return torch.tensor(ids, dtype=torch.long)
+
+    def _tokenizer_sha256(self) -> torch.Tensor:
+        """The bytes of the tokenizer's [`fingerprint`], `[1, 32]`."""
+        return torch.tensor([[*bytes.fromhex(fingerprint(self.tokenizer))]], dtype=torch.uint8)
 
     @torch.no_grad()
     def _read_on(
@@ -239,10 +411,10 @@ class Reader:
         ids: torch.Tensor,
         progress: bool,
         done: int = 0,
-        save: Callable[[], None] = lambda: None,
+        save: Callable[[], None] | None = None,
     ) -> InfiniCache:
         """The cache, which reads these ids from number `done` on; `save` is called from time to
-        time."""
+        time, and when it is interrupted."""
         saved = time.monotonic()
         with tqdm(
             total=len(ids),
@@ -252,11 +424,72 @@ class Reader:
             unit_scale=True,
             disable=not progress,
         ) as bar:
-            for place in range(done, len(ids), self.chunk):
-                piece = ids[place : place + self.chunk].to(self.model.device)
-                decoder_of(self.model)(input_ids=piece[None], use_cache=True, **{CACHE: cache})
-                bar.update(len(piece))
-                if time.monotonic() > saved + SAVE_SECONDS:
-                    save()
-                    saved = time.monotonic()
+            try:
+                for place in range(done, len(ids), self.chunk):
+                    piece = ids[place : place + self.chunk].to(self.model.device)
+                    decoder_of(self.model)(input_ids=piece[None], use_cache=True, **{CACHE: cache})
+                    bar.update(len(piece))
+                    if save is not None and time.monotonic() > saved + SAVE_SECONDS:
+                        try:
+                            save()
+                        except OSError as error:  # perhaps there is room for the whole later
+                            warnings.warn(
+                                f"what was read so far is not kept: {error}", stacklevel=2
+                            )
+                        saved = time.monotonic()
+            except BaseException:
+                # not where the call has changed a part of the cache
+                with contextlib.suppress(ValueError, OSError):
+                    if save is not None:
+                        save()
+                        if progress:
+                            bar.write(f"kept: {bar.n:,} tokens; the same call goes on", sys.stderr)
+                raise
         return cache
+
+
+def _checked(text: str) -> str:
+    """The text; ValueError where it has halves of characters, for which there are no tokens."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text has half of a character at place {error.start}: decode it with "
+            "errors='replace'."
+        ) from error
+    return text
+
+
+def _bare(text: str) -> str:
+    """A text without marks."""
+    return text.replace(MARK, "")
+
+
+def _partial_of(file: Path) -> Path:
+    return file.with_name(f"{file.name}.partial")
+
+
+def _lock_of(file: Path) -> Path:
+    return file.with_name(f"{file.name}.lock")
+
+
+@contextlib.contextmanager
+def _only_reader(file: Path) -> Iterator[None]:
+    """Within it, no other process writes a file or its part: waits for one that does, or was
+    killed. After it, nothing is beside a finished file."""
+    lock = FileLock(_lock_of(file))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        warnings.warn(f"another process reads this text into {file}: waiting for it", stacklevel=2)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        if file.exists():
+            partial = _partial_of(file)
+            for left in (partial, *file.parent.glob(f"{glob.escape(partial.name)}.*.part")):
+                left.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # on Windows an open file cannot be removed
+                _lock_of(file).unlink(missing_ok=True)
+        lock.release()

@@ -197,10 +197,11 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             hidden_states = block(
                 hidden_states, output_attentions, position_ids=position_ids, **visible
             )
+        hidden_states = self.ln_f(hidden_states)  # before the cache takes over what cannot fail now
         if infini is not None and infini.cache is not None and isinstance(cache, InfiniCache):
             cache.advance(infini.cache, input_ids, embeddings.shape[1])
         output: dict[str, Any] = {
-            "last_hidden_state": self.ln_f(hidden_states),
+            "last_hidden_state": hidden_states,
             CACHE: cache if use_cache else None,
         }
         return BaseModelOutputWithPast(**output)
