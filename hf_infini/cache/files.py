@@ -22,10 +22,14 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..ops.rules import RULES
+from ..ops.state import InfiniState
+from ..options import key_heads, places_of
 from .tensor_files import FileKind, add_tensors, checksum, copies_of, write_files
 
 FORMAT_VERSION = 2
@@ -176,3 +180,46 @@ def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
             "nothing to other weights: load the model that wrote it, or have this one read the "
             "text (hf-infini read)."
         )
+
+
+def check_tensors(path: str | Path, tensors: dict[str, Tensor], config: Any, rows: int) -> None:
+    """MemoryFileError, naming the first that differs, unless the layers' tensors are those of a
+    cache of so many rows for this configuration."""
+    wanted = {
+        f"layers.{layer}.{name}": tensor
+        for layer, state in first_states(config, rows, torch.float32).items()
+        for name, tensor in state.tensors().items()
+    }
+    for layer, window in config.windows.items():
+        if (name := f"layers.{layer}.local_skipped") in tensors:  # `None`: no token was
+            wanted[name] = torch.empty(rows, places_of(*window), dtype=torch.bool, device="meta")
+    for layer in {*range(config.num_hidden_layers)} - config.windows.keys():
+        for name in (f"layers.{layer}.keys", f"layers.{layer}.values"):  # as many as were read
+            shape = tensors[name].shape[1:] if name in tensors else ()
+            wanted[name] = torch.empty(rows, *(shape if len(shape) == 3 else (0,) * 3))
+    found = {name: tensor for name, tensor in tensors.items() if name.startswith("layers.")}
+    KIND.check_shapes(path, found, wanted, "the model's cache has")
+
+
+def first_states(config: Any, rows: int, dtype: torch.dtype) -> dict[int, InfiniState]:
+    """The states of a configuration's layers with a memory before the first token, without numbers,
+    by layer; `dtype`: of keys and values."""
+    rule, (heads, *widths) = RULES[config.update_rule].of(config), key_heads(config)
+    key, value = (
+        torch.empty(rows, heads, 0, width, dtype=dtype, device="meta") for width in widths
+    )
+    weighted, taps = (
+        bool(rule.parameters(1, 1)) or config.memory_write == "learned",
+        config.memory_conv,
+    )
+    recent = (
+        torch.empty(rows, taps - 1, config.hidden_size, dtype=dtype, device="meta")
+        if taps
+        else None
+    )
+    return {
+        layer: InfiniState.initial(key, value, *window, rule=rule, weighted=weighted).having(
+            recent_inputs=recent
+        )
+        for layer, window in config.windows.items()
+    }

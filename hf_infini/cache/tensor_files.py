@@ -95,15 +95,24 @@ class FileKind:
     def check_shapes(
         self, file: Place, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], reason: str
     ) -> None:
-        """Refuses tensors that have not these names and shapes; `reason`: who says so."""
+        """Refuses tensors that have not these names and shapes, and floating point, or the same
+        dtype, where the wanted ones have it; `reason`: who says so."""
         for name in sorted(found.keys() | wanted.keys()):
-            shapes = [str(list(of[name].shape)) if name in of else "" for of in (found, wanted)]
-            if shapes[0] != shapes[1]:
+            forms = [_form(of.get(name)) for of in (found, wanted)]
+            if forms[0] != forms[1]:
                 self.refuse(
                     file,
-                    f"does not have what {reason}: {name} is {shapes[0] or 'missing'} and must "
-                    f"{'be ' + shapes[1] if shapes[1] else 'not be there'}",
+                    f"does not have what {reason}: {name} is {forms[0] or 'missing'} and must "
+                    f"{'be ' + forms[1] if forms[1] else 'not be there'}",
                 )
+
+
+def _form(tensor: Tensor | None) -> str:
+    """Its shape, and its dtype unless that is of floating point, in words."""
+    if tensor is None:
+        return ""
+    dtype = "" if tensor.is_floating_point() else f" {tensor.dtype}".replace("torch.", "")
+    return f"{list(tensor.shape)}{dtype}"
 
 
 def checksum(record: Mapping, tensors: Mapping[str, Tensor] | None = None) -> str:

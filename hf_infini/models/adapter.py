@@ -34,8 +34,8 @@ from ..compat.peft_saving import UnsavedMemoryWarning, with_saving
 from ..layers.memory_layer import PARAMETERS, MemoryLayerMixin, gates_of, memory_layers
 from ..options import key_heads
 from .base import InfiniPreTrainedMixin
+from .description import DESCRIPTION, check_same, describe, has_signs
 from .families import infini_config
-from .identity import DESCRIPTION, check_same, describe, has_signs
 from .patching import convert_config, patch_model
 from .structure import inside_of
 

@@ -15,7 +15,12 @@ from safetensors.torch import load, save
 
 from decoders import decoder, fitted
 from hf_infini import InfiniCache, load_adapter, patch_model, save_adapter
-from hf_infini.cache.files import METADATA_KEY, MemoryFileError
+from hf_infini.cache.files import (
+    METADATA_KEY,
+    MemoryFileError,
+    read_memory_file,
+    write_memory_file,
+)
 from hf_infini.cache.tensor_files import checksum
 from hf_infini.models.adapter import LORA, LORA_WEIGHTS, RECORD, SEALED, WEIGHTS, sealed
 from memories import read
@@ -342,3 +347,27 @@ def test_a_record_of_a_memory_file_is_checked_whatever_its_checksum(
     (tmp_path / MEMORY).write_bytes(save(tensors, {METADATA_KEY: json.dumps(record)}))
     load_it = lambda: InfiniCache.from_pretrained(tmp_path / MEMORY, reader)  # noqa: E731
     assert message in refused(reader, MEMORY, load_it)
+
+
+LAYERS = {
+    "shape": lambda of: of.update({"layers.0.memory": torch.ones(2, 4, 8, 9)}),
+    "rows": lambda of: of.update({"layers.2.local_key": of["layers.2.local_key"][:1]}),
+    "whole numbers": lambda of: of.update({"layers.0.normaliser": torch.ones(2, 4, 8).long()}),
+    "floating point": lambda of: of.update({"layers.0.tokens_seen": torch.ones(2)}),
+    "missing": lambda of: of.pop("layers.2.recent_inputs"),
+    "of another option": lambda of: of.update({"layers.0.local_log_weight": torch.ones(2)}),
+    "of no layer": lambda of: of.update({"layers.7.memory": torch.ones(2)}),
+    "of full attention": lambda of: of.pop("layers.1.keys"),
+    "with other dimensions": lambda of: of.update({"layers.1.keys": torch.ones(2, 3)}),
+}
+
+
+@pytest.mark.parametrize("change", LAYERS.values(), ids=LAYERS)
+def test_tensors_that_are_not_the_model_s_are_refused_whatever_the_checksum(
+    change, memory, reader, tmp_path
+):
+    record, tensors = read_memory_file(memory / MEMORY)
+    change(tensors)
+    write_memory_file(tmp_path / MEMORY, tensors, record)
+    load_it = lambda: InfiniCache.from_pretrained(tmp_path / MEMORY, reader)  # noqa: E731
+    assert "does not have what the model's cache has: layers." in refused(reader, MEMORY, load_it)

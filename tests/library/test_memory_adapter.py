@@ -22,7 +22,7 @@ from hf_infini.models.adapter import (
     read_record,
     restore_adapter,
 )
-from hf_infini.models.identity import describe
+from hf_infini.models.description import describe
 from models import gpt2, token_ids
 
 IDS = token_ids(2, 50)
