@@ -11,6 +11,7 @@ two adapters, are refused. Records of earlier versions have none, and are read a
 """
 
 import difflib
+import functools
 import hashlib
 import inspect
 import json
@@ -86,7 +87,7 @@ def lora_config(model, **options):
         return config
     # with which it is saved: by its name PEFT would find the plain model
     record, tensors = _memory_of(model)
-    return with_saving(config, lambda folder: _write_memory(Path(folder), record, tensors))
+    return with_saving(config, functools.partial(_write_memory, record=record, tensors=tensors))
 
 
 def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
@@ -356,7 +357,7 @@ def _saved_by_peft(model, folder: Path, dtype: torch.dtype | None) -> dict[str, 
 
 
 def _write_memory(
-    folder: Path,
+    folder: str | Path,
     record: dict,
     tensors: dict[str, Tensor],
     beside: dict[str, bytes] | None = None,
@@ -364,7 +365,7 @@ def _write_memory(
     """Writes a memory and its record, which says what is `beside` it: files of PEFT, which are
     written too, by their names; `None`: those that are in the folder. The configuration of a LoRA
     is marked."""
-    names = (LORA, LORA_WEIGHTS)
+    folder, names = Path(folder), (LORA, LORA_WEIGHTS)
     there = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
     files = dict(there if beside is None else beside)
     files.pop(RECORD, None)  # the new one comes last
