@@ -22,15 +22,16 @@ from transformers.cache_utils import (
 
 from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
-from ..ops.rules import RULES
 from ..ops.state import InfiniState
-from ..options import MemoryOptions, key_heads
+from ..options import MemoryOptions
 from .files import (
     DESCRIBED_INDIRECTLY,
     WITHOUT_EFFECT,
     MemoryFileError,
     check_model,
+    check_tensors,
     describe_model,
+    first_states,
     read_memory_file,
     write_memory_file,
 )
@@ -401,6 +402,7 @@ class InfiniCache(Cache):
         config: Any = model.config
         cache, (record, tensors) = cls(config), read_memory_file(path)
         check_model(path, record, model)
+        check_tensors(path, tensors, config, len(record["tokens_seen"]))
         if text_sha256 is not None and record["text_sha256"] != list(text_sha256):
             raise MemoryFileError(
                 f"{path} is the memory of another text: give another name, or delete it."
@@ -463,16 +465,8 @@ def cache_bytes(config: PreTrainedConfig) -> int:
             f"the cache of a {type(config).__name__} without a compressive memory "
             "grows with every token."
         )
-    rule, (heads, *widths) = RULES[config.update_rule].of(config), key_heads(config)
-    dtype = dtype_of(config)
-    key, value = (torch.empty(1, heads, 0, width, dtype=dtype, device="meta") for width in widths)
-    learned = bool(rule.parameters(1, 1)) or config.memory_write == "learned"
-    windows = config.windows.values()
-    states = (
-        InfiniState.initial(key, value, *window, rule=rule, weighted=learned) for window in windows
-    )
-    recent = max(config.memory_conv - 1, 0) * config.hidden_size * dtype.itemsize
-    return sum(state.nbytes() + recent for state in states)
+    states = first_states(config, 1, dtype_of(config))
+    return sum(state.nbytes() for state in states.values())
 
 
 def dtype_of(config: PreTrainedConfig) -> torch.dtype:

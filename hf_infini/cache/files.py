@@ -17,16 +17,20 @@ JSON object, the record:
 
 import hashlib
 import json
-import os
-import uuid
 from dataclasses import fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..ops.rules import RULES
+from ..ops.state import InfiniState
+from ..options import key_heads, places_of
+from .tensor_files import FileKind, add_tensors, checksum, copies_of, write_files
 
 FORMAT_VERSION = 2
 # The only key of the metadata: several would be written in an order that differs from process to
@@ -51,6 +55,18 @@ DESCRIBED_INDIRECTLY = {"segment_length", "layers", "mask_special_tokens", *SPEC
 class MemoryFileError(ValueError):
     """A file that is no memory file, is damaged, or holds the memory of another model; the message
     says which."""
+
+
+KIND = FileKind(
+    "memory file", "have the model read the text again (hf-infini read)", MemoryFileError
+)
+UNSAVED = FileKind(
+    "memory file", "nothing was written; find out where the model computes them", MemoryFileError
+)
+TEXT_HASHES: Any = (list, NoneType)
+ENTRIES = {"format_version": int, "model": dict, "columns": int, "tokens_seen": list}
+ENTRIES |= {"text_sha256": TEXT_HASHES, "sha256": str}
+MODEL_ENTRIES = {"config": dict, "dtype": str, "adapters": list, "weights_sha256": str}
 
 
 def describe_model(model: nn.Module) -> dict:
@@ -95,7 +111,7 @@ def describe_model(model: nn.Module) -> dict:
         [getattr(config, name) for name in SPECIAL_TOKENS] if config.mask_special_tokens else []
     )
     digest = hashlib.sha256()
-    _add_tensors(digest, model.base_model.state_dict())
+    add_tensors(digest, model.base_model.state_dict())
     return {
         "config": json.loads(json.dumps(options)),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -108,55 +124,36 @@ def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict
     """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the
     old file or the new one, also where several processes write the same file: each writes a
     temporary file, `NAME.….part` in the same folder, and the last to finish wins. The same content
-    gives the same bytes. Folders on the way are made. OSError where the file cannot be written, or
-    is a folder; an old one is still there."""
-    path = Path(path)
-    # Copies: layers share tensors, and views of larger ones
-    form: dict[str, Any] = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
-    tensors = {name: tensor.detach().to(**form) for name, tensor in tensors.items()}
+    gives the same bytes. Folders on the way are made. MemoryFileError where numbers are not finite;
+    OSError where the file cannot be written, or is a folder; an old one is still there."""
+    path, tensors = Path(path), copies_of(tensors)
+    UNSAVED.check_finite(path, tensors)
     # as a reader will have it
     record = json.loads(json.dumps({"format_version": FORMAT_VERSION, **record}))
-    record["sha256"] = _checksum(record, tensors)
+    record["sha256"] = checksum(record, tensors)
     content = save(tensors, {METADATA_KEY: json.dumps(record, sort_keys=True)})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.part")
-    try:
-        with part.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())  # the content reaches the disk before the name does
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    write_files(path.parent, {path.name: content})
 
 
 def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
     """Record and tensors (on the CPU) of a memory file, whole and undamaged. MemoryFileError where
-    it is none, damaged, or of another version; OSError where there is no such file, or it may not
-    be read."""
+    it is none, damaged, of another version, or has numbers that are not finite; OSError where there
+    is no such file, or it may not be read."""
     # in one read: another writer may replace the file between two
-    content = Path(path).read_bytes()
-    try:
-        metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])[
-            "__metadata__"
-        ]
-        record, tensors = json.loads(metadata[METADATA_KEY]), load(content)
-        version = record["format_version"]
-    # safetensors and torch have no common class for what a header may say
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise MemoryFileError(f"{path} is damaged or no memory file ({reason}).") from error
+    tensors, metadata = KIND.tensors_of(path, Path(path).read_bytes())
+    record = KIND.object_of(path, metadata.get(METADATA_KEY, ""))
+    version = record.get("format_version")
     if version != FORMAT_VERSION:
-        raise MemoryFileError(
-            f"{path} has format version {version!r}, and this version of hf_infini reads "
-            f"{FORMAT_VERSION}: have this one read the text (hf-infini read), or use the one that "
-            "wrote the file."
+        KIND.refuse(
+            path,
+            f"has format version {version!r}, and this version of hf_infini reads "
+            f"{FORMAT_VERSION}; use the one that wrote the file",
         )
-    if record.pop("sha256", None) != _checksum(record, tensors):
-        raise MemoryFileError(
-            f"{path} is damaged: its content is not what was written (the checksums differ)."
-        )
+    KIND.check_entries(path, record, ENTRIES)
+    if record.pop("sha256") != checksum(record, tensors):
+        KIND.refuse(path, "is damaged: its content is not what was written (the checksums differ)")
+    KIND.check_entries(path, record["model"], MODEL_ENTRIES)
+    KIND.check_finite(path, tensors)
     return record, tensors
 
 
@@ -185,15 +182,44 @@ def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
         )
 
 
-def _checksum(record: dict, tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
-    _add_tensors(digest, tensors)
-    return digest.hexdigest()
+def check_tensors(path: str | Path, tensors: dict[str, Tensor], config: Any, rows: int) -> None:
+    """MemoryFileError, naming the first that differs, unless the layers' tensors are those of a
+    cache of so many rows for this configuration."""
+    wanted = {
+        f"layers.{layer}.{name}": tensor
+        for layer, state in first_states(config, rows, torch.float32).items()
+        for name, tensor in state.tensors().items()
+    }
+    for layer, window in config.windows.items():
+        if (name := f"layers.{layer}.local_skipped") in tensors:  # `None`: no token was
+            wanted[name] = torch.empty(rows, places_of(*window), dtype=torch.bool, device="meta")
+    for layer in {*range(config.num_hidden_layers)} - config.windows.keys():
+        for name in (f"layers.{layer}.keys", f"layers.{layer}.values"):  # as many as were read
+            shape = tensors[name].shape[1:] if name in tensors else ()
+            wanted[name] = torch.empty(rows, *(shape if len(shape) == 3 else (0,) * 3))
+    found = {name: tensor for name, tensor in tensors.items() if name.startswith("layers.")}
+    KIND.check_shapes(path, found, wanted, "the model's cache has")
 
 
-def _add_tensors(digest, tensors: dict[str, Tensor]) -> None:
-    """Names, dtypes, shapes and bytes, by name."""
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().contiguous().cpu()
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+def first_states(config: Any, rows: int, dtype: torch.dtype) -> dict[int, InfiniState]:
+    """The states of a configuration's layers with a memory before the first token, without numbers,
+    by layer; `dtype`: of keys and values."""
+    rule, (heads, *widths) = RULES[config.update_rule].of(config), key_heads(config)
+    key, value = (
+        torch.empty(rows, heads, 0, width, dtype=dtype, device="meta") for width in widths
+    )
+    weighted, taps = (
+        bool(rule.parameters(1, 1)) or config.memory_write == "learned",
+        config.memory_conv,
+    )
+    recent = (
+        torch.empty(rows, taps - 1, config.hidden_size, dtype=dtype, device="meta")
+        if taps
+        else None
+    )
+    return {
+        layer: InfiniState.initial(key, value, *window, rule=rule, weighted=weighted).having(
+            recent_inputs=recent
+        )
+        for layer, window in config.windows.items()
+    }

@@ -28,6 +28,15 @@ def with_saving(config, then: Callable):
     return found
 
 
+def weights_are_saved(model, folder) -> None:
+    """Calls what follows the saving of a model's adapter once more: transformers writes the weights
+    of one after its configuration, and PEFT before it."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        then = getattr(model.peft_config[model.active_adapters()[0]], "then", warn_of_unsaved)
+        if then is not warn_of_unsaved:
+            then(folder)
+
+
 def warn_of_unsaved(folder) -> None:
     """Warns that an adapter is in this folder, and the memory beside it is not."""
     warnings.warn(

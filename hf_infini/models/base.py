@@ -16,7 +16,7 @@ from ..cache.cache import InfiniCache
 from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
 from ..compat.execution_device import device_of
 from ..compat.hub_code import HubCodeMixin, ModelBase
-from ..compat.peft_saving import warn_of_unsaved, with_saving
+from ..compat.peft_saving import warn_of_unsaved, weights_are_saved, with_saving
 from ..compat.swap_class import swap_class
 from ..layers.memory_layer import TEST_TOKENS, InfiniAttentionMixin, SharedInputs, pass_on
 from ..ops.checks import check_shapes
@@ -40,6 +40,12 @@ class SavedModelMixin(HubCodeMixin, ModelBase):
         if save_code and is_main_process:
             self.config.save_pretrained(save_directory, save_code=True)  # then the folder has it
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process:
+            weights_are_saved(self, save_directory)
+
+    def _upload_modified_files(self, working_dir, *args, **kwargs):
+        weights_are_saved(self, working_dir)  # with push_to_hub=True before the end of saving
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
         """As for transformers' own classes: else `_init_weights` passes over modules without

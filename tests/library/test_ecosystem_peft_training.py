@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from corpora.tokenization import build_character_tokenizer
-from decoders import decoder, token_ids
+from decoders import decoder, fitted, token_ids
 from hf_infini import load_adapter, lora_config, patch_model
 from hf_infini.layers.memory_layer import gates_of
 from models import causal_mha
@@ -38,7 +38,7 @@ RUN = {
 
 
 def patched(**options):
-    return patch_model(decoder("llama"), **OPTIONS, **options)
+    return fitted(patch_model(decoder("llama"), **OPTIONS, **options))
 
 
 def with_lora(config=lambda model: peft.LoraConfig(target_modules=["q_proj"]), **options):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 from transformers.pytorch_utils import Conv1D
 
 import hf_infini
-from decoders import decoder, token_ids
+from decoders import decoder, fitted, token_ids
 from hf_infini import lora_config, patch_model, unpatch_model
 from models import generate, gpt2, infini_gpt2
 
@@ -122,7 +122,8 @@ def test_a_step_of_lora_has_the_gradients_of_the_plain_model(name, tmp_path):
 
     def gradients(patch: bool):
         model, _ = loaded(BITSANDBYTES[name], tmp_path)
-        model = prepare_model_for_kbit_training(patch_model(model, **WINDOW) if patch else model)
+        model = fitted(patch_model(model, **WINDOW)) if patch else model
+        model = prepare_model_for_kbit_training(model)
         make = (
             functools.partial(lora_config, model)
             if patch

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from bad_input import refused
 from corpora.tokenization import build_character_tokenizer
-from decoders import decoder
+from decoders import decoder, fitted
 from evaluation import caches, inference, presses
 from hf_infini import patch_model, save_adapter, unpatch_model
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
@@ -38,9 +38,7 @@ def folder(tmp_path_factory):
     model.save_pretrained(path / "model")
     tokenizer.save_pretrained(path / "model")
     (path / "text.txt").write_text(TEXT, encoding="utf-8")
-    patch_model(model, **caches.memory_options("half", 64))
-    for layer in caches.memory_layers(model).values():
-        torch.nn.init.normal_(layer.keep_weight, generator=torch.Generator().manual_seed(1))
+    fitted(patch_model(model, **caches.memory_options("half", 64)))
     save_adapter(model, path / "adapter")
     unpatch_model(model)
     return path
@@ -133,7 +131,7 @@ def test_each_way_holds_as_many_tokens(way, cache, window):
 def test_the_layers_have_the_shares_of_an_adapter_and_hold_as_many_tokens(folder, tmp_path):
     model = load_causal_lm(folder / "model")
     shares = [0.5, 1.5, 2, 0]
-    patch_model(model, **caches.memory_options("half", 64) | {"kept_shares": shares})
+    fitted(patch_model(model, **caches.memory_options("half", 64) | {"kept_shares": shares}))
     save_adapter(model, tmp_path)
     unpatch_model(model)
     for way in caches.BOUNDED:
@@ -189,7 +187,7 @@ def test_a_way_that_is_not_possible_is_named_and_the_others_are_shown(folder, tm
     other = decoder(
         "llama", vocab_size=61, num_attention_heads=2, num_key_value_heads=1, head_dim=16
     )
-    patch_model(other, **caches.memory_options("half", 64))
+    fitted(patch_model(other, **caches.memory_options("half", 64)))
     save_adapter(other, tmp_path / "other")
     options = [*NATS, "--ways", "half", "window", "--caches", 32, "--adapter", tmp_path / "other"]
     refused, window = compare(folder, tmp_path / "some", *options)["contestants"]

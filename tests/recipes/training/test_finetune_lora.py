@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from decoders import decoder
+from decoders import decoder, fitted
 from evaluation.losses import stream_losses
 from evaluation.perplexity import text_rows
 from hf_infini import load_adapter, patch_model, save_adapter
@@ -56,7 +56,8 @@ def begun(tmp_path):
     model.save_pretrained(tmp_path / "model")
     for file in (data / "tokenizer").iterdir():
         (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
-    save_adapter(patch_model(model.bfloat16(), gate_init=-4.0, **KEEPING), tmp_path / "adapter")
+    patched = patch_model(model.bfloat16(), gate_init=-4.0, **KEEPING)
+    save_adapter(fitted(patched), tmp_path / "adapter")
 
     given = [
         "--model",
