@@ -20,6 +20,7 @@ from transformers.cache_utils import (
 
 from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
+from ..ops.checks import check_types
 from ..ops.rules import RULES
 from ..ops.state import InfiniState
 from ..options import key_heads
@@ -337,6 +338,7 @@ class InfiniCache(Cache):
         return cache
 
 
+@check_types
 def cache_bytes(config: PreTrainedConfig) -> int:
     """Bytes that a model's layers with a memory hold of one sequence, however long it is, in the
     configuration's dtype (`None`: torch's default). Where the memory skips tokens, each place of a
