@@ -7,9 +7,11 @@ saved by PEFT, but with a task type that PEFT refuses, and which says how to loa
 it on a model without the memory.
 """
 
+import functools
 import hashlib
 import json
 import operator
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,9 +26,11 @@ from transformers.utils import cached_file
 from ..compat.class_lookups import PREFIX
 from ..compat.peft_saving import UnsavedMemoryWarning, with_saving
 from ..layers.memory_layer import PARAMETERS, gates_of, memory_layers
+from ..ops.checks import Model, check_types
 from .base import InfiniPreTrainedMixin
 from .patching import patch_model
 from .structure import inside_of
+from .transaction import unchanged_on_error
 
 RECORD, WEIGHTS = "infini_adapter.json", "infini_adapter.safetensors"
 LORA, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
@@ -38,15 +42,16 @@ MARK = (
 )
 
 
-def lora_config(model, **options):
+@check_types
+def lora_config(model: Model, **options):
     """PEFT's `LoraConfig` for a model with a memory, whose gates are trained and saved beside the
     LoRA. What else the memory has learned is saved as it is now, and not trained. ValueError where
     the model has no memory.
 
     Args:
-        options: those of `LoraConfig`, such as `r=16`; your `modules_to_save` are added to the
-            gates. Not given, `task_type` is "CAUSAL_LM", and `target_modules` are the ones that
-            PEFT chooses for the plain model.
+        options: those of `LoraConfig`, such as `r=16`; your `modules_to_save`, names or one name,
+            are added to the gates. Not given, `task_type` is "CAUSAL_LM", and `target_modules` are
+            the ones that PEFT chooses for the plain model.
     """
     from peft import LoraConfig
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -60,9 +65,10 @@ def lora_config(model, **options):
     inside = inside_of(model)
     kind = inside.config.model_type.removeprefix(PREFIX)
     names = dict.fromkeys(".".join(name.split(".")[-2:]) for name in gates)
+    others = options.pop("modules_to_save", None) or ()
     own: dict[str, Any] = {
         "task_type": "CAUSAL_LM",
-        "modules_to_save": [*names, *(options.pop("modules_to_save", None) or ())],
+        "modules_to_save": [*names, *([others] if isinstance(others, str) else others)],
         "target_modules": TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind),
     }
     config = LoraConfig(**own | options)
@@ -70,10 +76,11 @@ def lora_config(model, **options):
         return config
     # with which it is saved: by its name PEFT would find the plain model
     record, tensors = _memory_of(model)
-    return with_saving(config, lambda folder: _write_memory(Path(folder), record, tensors))
+    return with_saving(config, functools.partial(_write_memory, record=record, tensors=tensors))
 
 
-def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
+@check_types
+def save_adapter(model: Model, folder: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
     """Writes what the memories of a patched model have learned into a folder, which is made where
     there is none; of PEFT's wrapper around a model, its adapter, too. `dtype`: of the parameters in
     the files, of floating point; `None`: their own. ValueError where the model has no such memory,
@@ -110,9 +117,11 @@ def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
     _write_memory(folder, *_memory_of(model, dtype))
 
 
+@check_types
+@unchanged_on_error
 def load_adapter(
-    model: PreTrainedModel,
-    path,
+    model: Model,
+    path: str | os.PathLike,
     *,
     kept_tokens: int | None = None,
     keep_score: str | None = None,
@@ -136,8 +145,8 @@ def load_adapter(
         adapter in its weights.
 
     Raises:
-        ValueError: the adapter belongs to another model, or has no such scores, and the model stays
-            as it was; or a file does not fit: reload the model.
+        ValueError: the adapter belongs to another model, or has no such scores; or a file does not
+            fit. After this or any other error, also Ctrl-C, the model is as it was.
         OSError: a file is missing.
     """
     if not isinstance(model, PreTrainedModel):
@@ -252,8 +261,9 @@ def _memory_of(model, dtype: torch.dtype | None = None) -> tuple[dict, dict[str,
     }, tensors
 
 
-def _write_memory(folder: Path, record: dict, tensors: dict[str, Tensor]) -> None:
+def _write_memory(folder: str | Path, record: dict, tensors: dict[str, Tensor]) -> None:
     """Writes a memory, and marks the configuration of a LoRA that is beside it."""
+    folder = Path(folder)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if (folder / LORA).is_file():
