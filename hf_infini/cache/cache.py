@@ -22,6 +22,7 @@ from transformers.cache_utils import (
 
 from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
+from ..ops.checks import check_types
 from ..ops.state import InfiniState
 from ..options import MemoryOptions
 from .files import (
@@ -456,6 +457,7 @@ def _facts(config: Any) -> dict[str, Any]:
     } | {name: getattr(config, name, None) for name in sorted(OPTIONS)}
 
 
+@check_types
 def cache_bytes(config: PreTrainedConfig) -> int:
     """Bytes that a model's layers with a memory hold of one sequence, however long it is, in the
     configuration's dtype (`None`: torch's default). Where the memory skips tokens, each place of a

@@ -1,6 +1,8 @@
 """What other libraries look up by the type or class of a model: one with Infini-attention is there
 what its own is."""
 
+import sys
+
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
@@ -22,6 +24,16 @@ def alias_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig])
         mistaken.add(infini.model_type)
     if own in table:
         table.register(infini, table[own], exist_ok=True)
+
+
+def alias_adapters(infini: str) -> None:
+    """Has PEFT, once it is imported, choose the modules of an adapter as in a model of the own
+    type, for every kind of adapter that has defaults."""
+    constants = sys.modules.get("peft.utils.constants")
+    for name, table in {**vars(constants)}.items() if constants else ():
+        if name.startswith("TRANSFORMERS_MODELS_TO_"):
+            own = infini.removeprefix(PREFIX)
+            table.update({infini: table[own]} if own in table else {})
 
 
 def alias_weights(own: str, infini: str) -> None:

@@ -1,9 +1,9 @@
 """PEFT saves what it has made, and asks a model for nothing else that was trained. No version yet
 makes this needless."""
 
-import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 
 class UnsavedMemoryWarning(UserWarning):
@@ -21,10 +21,20 @@ def with_saving(config, then: Callable):
         own.save_pretrained(self, save_directory, **kwargs)
         then(save_directory)
 
-    found = copy.copy(config)
-    found.__class__ = type(
-        own.__name__, (own,), {"then": staticmethod(then), "save_pretrained": save_pretrained}
-    )
+    found = _of_class(config, own)
+    attributes: dict[str, Any] = {
+        "then": staticmethod(then),
+        "save_pretrained": save_pretrained,
+        "__reduce_ex__": lambda self, _: (with_saving, (_of_class(self, own), then)),
+    }
+    found.__class__ = type(own.__name__, (own,), attributes)
+    return found
+
+
+def _of_class(config, own: type):
+    """A copy as pickle takes it: of a class that it finds by its name."""
+    found = object.__new__(own)
+    vars(found).update(vars(config))
     return found
 
 

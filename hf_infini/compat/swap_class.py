@@ -6,6 +6,13 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a module runs the forward of its class, perhaps inside a hook of accelerate."""
+    name = "_old_forward" if "_hf_hook" in vars(module) else "forward"
+    forward = vars(module).get(name)
+    return forward is None or getattr(forward, "__func__", None) is type(module).forward
+
+
 def swap_class(module: nn.Module, other: type) -> None:
     """Makes a module an instance of another class in place, also for a hook, which keeps the
     forward that it wraps, and for transformers, which finds what it can record of a model by a

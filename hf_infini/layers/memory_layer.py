@@ -267,7 +267,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         self, config, tables: dict[str | None, tuple[Tensor, ...]], dtype: torch.dtype
     ) -> None:
         """Gives the layer its memory; `tables`: [`InfiniModelMixin.rotary_tables`]; `dtype`: where
-        weights are quantized."""
+        weights are quantized. ValueError where its forward fails."""
         self.options, self.config = config, copy.copy(config)
         # by which the own forward chooses its attention function
         self.config._attn_implementation = INTERFACE
@@ -276,7 +276,10 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             None if None in tables or not tables else config.layer_types[self.layer_idx]
         )
         options = {"device": device_of(self), "dtype": self._weight_dtype(dtype)}
-        self.turns_states = bool(tables) and self._turns_states(tables[self.rotary_type], **options)
+        with one_refusal(self):
+            self.turns_states = bool(tables) and self._turns_states(
+                tables[self.rotary_type], **options
+            )
         self.add_memory_parameters(config.hidden_size, **options)
         self.init_memory_parameters()
 
@@ -291,7 +294,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         if hasattr(self, "hook"):
             self.hook.remove()
         for name in (*PARAMETERS, "hook", "options", "head_counts", "rotary_type", "turns_states"):
-            if hasattr(self, name):  # not where the memory could not be added
+            if hasattr(self, name):  # not all options add all of them
                 delattr(self, name)
         swap_class(self, self.own_class)
 
@@ -323,9 +326,9 @@ class InfiniAttentionMixin(MemoryLayerMixin):
     @torch.no_grad()
     def check_swapped(self, tables: dict[str | None, tuple[Tensor, ...]]) -> None:
         """Compares attention inside one window, without a memory, with the own class's on random
-        input: ValueError where they differ. `tables`: [`InfiniModelMixin.rotary_tables`] of one
-        place more than [`TEST_TOKENS`], in float32."""
-        with in_float32(self), in_evaluation(self):
+        input: ValueError where they differ, or its forward fails. `tables`:
+        [`InfiniModelMixin.rotary_tables`] of one place more than [`TEST_TOKENS`], in float32."""
+        with one_refusal(self), in_float32(self), in_evaluation(self):
             difference, size = self._difference(
                 tables.get(self.rotary_type) if self.turning_function else None
             )
@@ -445,6 +448,22 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         front, rest = flat[..., :width], flat[..., width:]
         turned, _ = self.turning_function(front, front[:, :0], *rows)
         return torch.cat([turned, rest], -1).reshape(states.shape)
+
+
+@contextlib.contextmanager
+def one_refusal(layer: InfiniAttentionMixin) -> Iterator[None]:
+    """Within it, what a layer's forward raises of its own, where it is called otherwise than its
+    model calls it, is a ValueError that says so."""
+    try:
+        yield
+    except (ValueError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"layer {layer.layer_idx}, a {layer.own_class.__name__}, cannot be given a memory: its "
+            f"forward fails where it is compared with its own attention: {reason:.200}"
+        ) from error
 
 
 @contextlib.contextmanager

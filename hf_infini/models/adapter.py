@@ -10,11 +10,11 @@ The record has a checksum of itself, and one of each file beside it: files that 
 two adapters, are refused. Records of earlier versions have none, and are read as they are.
 """
 
-import difflib
 import functools
 import hashlib
 import inspect
 import json
+import os
 import shutil
 import tempfile
 import warnings
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils.hub import cached_files
@@ -33,12 +33,15 @@ from ..cache.tensor_files import FileKind, checksum, copies_of, write_files
 from ..compat.class_lookups import PREFIX
 from ..compat.peft_saving import UnsavedMemoryWarning, with_saving
 from ..layers.memory_layer import PARAMETERS, MemoryLayerMixin, gates_of, memory_layers
+from ..ops.checks import Model, check_types
 from ..options import key_heads
 from .base import InfiniPreTrainedMixin
 from .description import DESCRIPTION, check_same, describe, has_signs
 from .families import infini_config
+from .option_checks import meant
 from .patching import convert_config, patch_model
 from .structure import inside_of
+from .transaction import unchanged_on_error
 
 RECORD, WEIGHTS = "infini_adapter.json", "infini_adapter.safetensors"
 LORA, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
@@ -55,31 +58,32 @@ MARK = (
 )
 
 
-def lora_config(model, **options):
+@check_types
+def lora_config(model: Model, **options):
     """PEFT's `LoraConfig` for a model with a memory, whose gates are trained and saved beside the
     LoRA. What else the memory has learned is saved as it is now, and not trained. ValueError where
     the model has no memory, or one with a learned score that was not fitted.
 
     Args:
-        options: those of `LoraConfig`, such as `r=16`; your `modules_to_save` are added to the
-            gates. Not given, `task_type` is "CAUSAL_LM", and `target_modules` are the ones that
-            PEFT chooses for the plain model.
+        options: those of `LoraConfig`, such as `r=16`; your `modules_to_save`, names or one name,
+            are added to the gates. Not given, `task_type` is "CAUSAL_LM", and `target_modules` are
+            the ones that PEFT chooses for the plain model.
     """
     from peft import LoraConfig
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
-    gates = gates_of(model) if isinstance(model, nn.Module) else {}
-    if not gates:
+    if not memory_layers(model):
         raise ValueError(
             f"a {type(model).__name__} has no memory to train beside a LoRA: "
             "patch_model() it first."
         )
     inside = inside_of(model)
     kind = inside.config.model_type.removeprefix(PREFIX)
-    names = dict.fromkeys(".".join(name.split(".")[-2:]) for name in gates)
+    names = dict.fromkeys(".".join(name.split(".")[-2:]) for name in gates_of(model))
+    others = options.pop("modules_to_save", None) or ()
     own: dict[str, Any] = {
         "task_type": "CAUSAL_LM",
-        "modules_to_save": [*names, *(options.pop("modules_to_save", None) or ())],
+        "modules_to_save": [*names, *([others] if isinstance(others, str) else others)] or None,
         "target_modules": TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind),
     }
     config = LoraConfig(**own | options)
@@ -90,7 +94,8 @@ def lora_config(model, **options):
     return with_saving(config, functools.partial(_write_memory, record=record, tensors=tensors))
 
 
-def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
+@check_types
+def save_adapter(model: Model, folder: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
     """Writes what the memories of a patched model have learned into a folder, which is made where
     there is none; of PEFT's wrapper around a model, its adapter, too. Whoever reads the folder
     finds the old adapter or this one, or an error.
@@ -130,9 +135,11 @@ def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
     _write_memory(folder, *_memory_of(model, dtype), beside)
 
 
+@check_types
+@unchanged_on_error
 def load_adapter(
-    model: PreTrainedModel,
-    path,
+    model: Model,
+    path: str | os.PathLike,
     *,
     kept_tokens: int | None = None,
     keep_score: str | None = None,
@@ -157,7 +164,8 @@ def load_adapter(
 
     Raises:
         ValueError: the adapter belongs to another model, is damaged, does not go with its own
-            options or with these, or a keyword is unknown.
+            options or with these, or a keyword is unknown. After this or any other error, also
+            Ctrl-C, the model is as it was.
         OSError: a file is missing.
     """
     if not isinstance(model, PreTrainedModel):
@@ -442,14 +450,6 @@ def _with_lora(model, adapter: Adapter, config):
         return get_peft_model(model, config).eval()
     except Exception as error:  # a value that PEFT does not check fails anywhere
         KIND.refuse(adapter.files[LORA], f"cannot be used ({type(error).__name__}: {error})")
-
-
-def meant(unknown: list[str], known: list[str]) -> str:
-    """Unknown names in words, each with the known one that it may be."""
-    near = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
-    return ", ".join(
-        name + "".join(f" (did you mean {other}?)" for other in near[name]) for name in unknown
-    )
 
 
 def _file(path, name: str, hub: dict, *, needed: bool = True) -> Any:

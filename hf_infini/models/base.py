@@ -6,6 +6,8 @@ once for a call, [`SharedInputs`], and passes it down as a keyword.
 """
 
 import functools
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,13 +20,22 @@ from ..compat.execution_device import device_of
 from ..compat.hub_code import HubCodeMixin, ModelBase
 from ..compat.peft_saving import warn_of_unsaved, weights_are_saved, with_saving
 from ..compat.swap_class import swap_class
-from ..layers.memory_layer import TEST_TOKENS, InfiniAttentionMixin, SharedInputs, pass_on
+from ..layers.memory_layer import (
+    TEST_TOKENS,
+    InfiniAttentionMixin,
+    SharedInputs,
+    memory_layers,
+    pass_on,
+)
 from ..ops.checks import check_shapes
 from ..ops.layout.base import Layout
 from ..ops.layout.build import segment_layout
-from ..options import first_layers, layer_kinds
+from ..options import first_layers, layer_kinds, places_of
 from .masks import kept_layers_masks
 from .structure import decoder_layers, decoder_of
+
+# An attribute of a base model whose learned score was looked at, and warned of if need be
+SCORE_IS_KNOWN = "_score_is_known"
 
 
 class SavedModelMixin(HubCodeMixin, ModelBase):
@@ -37,6 +48,7 @@ class SavedModelMixin(HubCodeMixin, ModelBase):
         """As usual; `save_code`: whether the model's code is written beside it, so that it loads
         where hf_infini is not installed. What is pushed has its code, and so has what was loaded by
         its code."""
+        warn_of_unfitted_score(self)
         if save_code and is_main_process:
             self.config.save_pretrained(save_directory, save_code=True)  # then the folder has it
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
@@ -46,6 +58,14 @@ class SavedModelMixin(HubCodeMixin, ModelBase):
     def _upload_modified_files(self, working_dir, *args, **kwargs):
         weights_are_saved(self, working_dir)  # with push_to_hub=True before the end of saving
         return super()._upload_modified_files(working_dir, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+        if "_from_other_type" not in model.config.__dict__:  # else as patched: it is fitted next
+            warn_of_unfitted_score(model)
+        return loaded
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
         """As for transformers' own classes: else `_init_weights` passes over modules without
@@ -263,7 +283,7 @@ def scaled_beyond(rotary: Any, kind: str | None) -> int | None:
     """Tokens of a text up to which a model's rotary positions, of a type of layer, are as they are,
     and beyond which they are scaled by its length (longrope, dynamic); `None`: its length does not
     count."""
-    scaling = getattr(rotary, "rope_type", "default")
+    scaling: Any = getattr(rotary, "rope_type", "default")
     scaling = scaling if kind is None else scaling[kind]
     if "dynamic" in scaling:
         return rotary.original_max_seq_len
@@ -323,6 +343,10 @@ def begin_call(
     configuration says, but no cache in training; `masks`: as [`segment_layout`] takes them, but the
     attention mask may also cover the past."""
     batch, tokens = given.shape[:2]
+    keeps = model.config.kept_tokens and not torch.compiler.is_compiling()
+    if keeps and SCORE_IS_KNOWN not in model.__dict__:
+        past = cache.get_seq_length() if isinstance(cache, InfiniCache) else 0
+        warn_of_unfitted_score(model, past + tokens)
     if use_cache is None:
         use_cache = model.config.use_cache and not model.training
     if cache is not None and not isinstance(cache, InfiniCache):  # of this copy of the code
@@ -364,6 +388,27 @@ def begin_call(
     weights = model.config.output_attentions if output_attentions is None else output_attentions
     weights = bool(weights) or model.config._attn_implementation == "eager"
     return SharedInputs(layouts, of_call, rotary, weights, exchange), cache, use_cache
+
+
+def warn_of_unfitted_score(model, tokens: float = math.inf) -> None:
+    """Warns, once for a model, where its learned `keep_score` is as it was made, zero everywhere.
+    `tokens`: of a text; where none of them leaves the window, the score decides nothing."""
+    base, config = decoder_of(model), model.config
+    if SCORE_IS_KNOWN in vars(base):
+        return
+    if not getattr(config, "kept_tokens", 0) or tokens <= places_of(*config.window[:3]):
+        return
+    vars(base)[SCORE_IS_KNOWN] = True
+    layers = memory_layers(base).values()
+    weights = [layer.keep_weight for layer in layers if hasattr(layer, "keep_weight")]
+    if weights and not any(each.is_meta or bool(each.any()) for each in weights):
+        warnings.warn(
+            f"keep_score={config.keep_score!r} is learned, and was not fitted yet: its weights are "
+            "zero, so that the earliest tokens are kept, whatever they say. Call "
+            "hf_infini.fit_keep_score(model, rows), or put a fitted adapter on the plain model "
+            "with hf_infini.load_adapter(model, path).",
+            stacklevel=3,
+        )
 
 
 def mask_of_call(

@@ -271,6 +271,13 @@ def __getattr__(name: str) -> type:
         return config
     if isinstance(own, type) and issubclass(own, PreTrainedModel):
         return infini_class(own)
+    family, found, rest = name.partition("InfiniAttention")
+    if found and not rest:  # "Llama", beside whose model its attention is
+        for model in (f"{family}Model", f"{family}PreTrainedModel"):
+            own = getattr(transformers, model, None)
+            beside = vars(sys.modules[own.__module__]) if own else {}
+            if f"{family}Attention" in beside:
+                return infini_class(beside[f"{family}Attention"])
     raise AttributeError(f"module {__name__} has no {name}.")
 
 

@@ -1,16 +1,23 @@
 """What the configurations share: errors of one line, and options that are given on loading."""
 
 import dataclasses
+import difflib
 import functools
+from collections.abc import Iterable
 from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
+from ..compat.class_lookups import alias_adapters
 from ..compat.hub_code import HubConfigMixin
 from ..ops.rules import RULES
 from ..options import MemoryOptions, check_number
+
+# How near a name must be to an option's to be taken for it: transformers' configurations have
+# "n_layers", whose ratio to "layers" is 0.857
+NEAR = 0.88
 
 
 def checked(config_class: type) -> type:
@@ -30,6 +37,30 @@ def checked(config_class: type) -> type:
 
     config_class.__init__ = with_one_error
     return config_class
+
+
+def refuse_unknown(given: Iterable[str], known: Iterable[str]) -> None:
+    """ValueError where names are given that are no options, each with the option that was perhaps
+    meant."""
+    known = [*known]
+    if unknown := sorted({*given} - {*known}):
+        raise ValueError(
+            f"unknown options {meant(unknown, known)}; patch_model takes {', '.join(known)}."
+        )
+
+
+def meant(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """Unknown names in words, each with the known one that it may be."""
+    known = [*known]
+    return ", ".join(
+        name + "".join(f" (did you mean {near}?)" for near in _near(name, known, 0.6))
+        for name in unknown
+    )
+
+
+def _near(name: str, known: Iterable[str], ratio: float) -> list[str]:
+    """The option whose name is nearest, if any is near enough."""
+    return difflib.get_close_matches(name, known, 1, ratio)
 
 
 class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
@@ -52,6 +83,7 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
             cls.__dataclass_fields__.keys() | cls.attribute_map.keys()
         ) - PreTrainedConfig.__dataclass_fields__.keys()
         given = {name: kwargs.pop(name) for name in options & kwargs.keys()}
+        cls.refuse_misspelt(kwargs)
         values = {
             name: value for name, value in config_dict.items() if name != "model_type"
         } | given
@@ -61,12 +93,25 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
         return found
 
     @classmethod
+    def refuse_misspelt(cls, names: Iterable[str]) -> None:
+        """ValueError for names that are nearly those of options; others that transformers does not
+        know become attributes, as of every configuration."""
+        for name in names:
+            if name not in cls.attribute_map and (near := _near(name, cls.own_options(), NEAR)):
+                raise ValueError(f"unknown option {name}: did you mean {near[0]}?")
+
+    @classmethod
     def own_options(cls) -> list[str]:
         return [
             name
             for name in cls.__dataclass_fields__
             if name not in cls.own_class.__dataclass_fields__
         ]
+
+    def to_dict(self) -> dict:
+        # by which PEFT asks for the type, right before it chooses the modules of an adapter
+        alias_adapters(self.model_type)
+        return super().to_dict()
 
     def validate_memory_options(self):
         """Also that no token is weighed twice: a rule with parameters learns its own rates."""
@@ -89,6 +134,7 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
                     f"{name}={kwargs[name]!r} was an option of an earlier version: "
                     "train without it."
                 )
+        self.refuse_misspelt(kwargs)
         for entry in dataclasses.fields(self):
             check_number(entry.name, getattr(self, entry.name), entry.metadata)
         super().__post_init__(**kwargs)

@@ -1,17 +1,30 @@
 """Swapping a loaded model's attention in place, and back."""
 
+import warnings
+
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..compat.swap_class import swap_class
 from ..layers.memory_layer import InfiniAttentionMixin
-from .base import InfiniPreTrainedMixin
+from ..ops.checks import Model, check_types
+from .base import SCORE_IS_KNOWN, InfiniPreTrainedMixin
 from .families import infini_class, infini_config
 from .generation import step_caches
-from .option_checks import InfiniConfigMixin
-from .structure import attention_layers, decoder_of
+from .option_checks import InfiniConfigMixin, refuse_unknown
+from .structure import (
+    attention_layers,
+    check_own_forwards,
+    decoder_layers,
+    decoder_of,
+    holder_of,
+    trained_places,
+)
+from .transaction import unchanged_on_error
 
 
-def patch_model(model, **options):
+@check_types
+@unchanged_on_error
+def patch_model(model: Model, **options):
     """Gives a loaded decoder Infini-attention, in place, and returns it.
 
     Modules and weights stay the same objects (optimisers, PEFT adapters and forward hooks keep
@@ -22,16 +35,17 @@ def patch_model(model, **options):
 
     Args:
         model: a whole decoder of transformers, such as a `GPT2LMHeadModel` or a `LlamaForCausalLM`,
-            with any of its heads, or a base model. Not one inside another model, which would be
-            saved without the memory.
+            with any of its heads, or a base model. Not one that is part of another model of
+            transformers, which would be saved without the memory.
         options: those of [`MemoryOptions`], such as `segment_length=256`; for a GPT-2 also
             `position_encoding` of [`InfiniGPT2Config`]. A pretrained model needs `sink_tokens=4`
             and `gate_init=-4.0`, or much the same.
 
     Raises:
         ValueError: a model of another kind, one that is patched already, or one with
-            cross-attention; a layer that computes something else with its memory empty. After this
-            or any other error the model is as it was.
+            cross-attention; layers that share their attention, or whose forward another library
+            has replaced; a layer that computes something else with its memory empty. After this or
+            any other error, also Ctrl-C, the model is as it was.
     """
     if isinstance(model, InfiniPreTrainedMixin):
         raise ValueError(
@@ -50,32 +64,37 @@ def patch_model(model, **options):
         )
     config_class = infini_config(model.config_class)
     base = decoder_of(model)
-    known = config_class.own_options()
-    if unknown := set(options) - set(known):
-        raise ValueError(
-            f"unknown options {', '.join(sorted(unknown))}; patch_model takes {', '.join(known)}."
-        )
     config = convert_config(model.config, config_class, **options)
-    attention_layers(base)  # or a ValueError, before anything is changed
-    before = model.config
+    if base is model and (holder := holder_of(base)) is not None:
+        raise ValueError(
+            f"this {name} is part of a {type(holder).__name__}, which would be saved without its "
+            f"memory: patch the {type(holder).__name__}."
+        )
+    check_own_forwards(base, *(part for pair in decoder_layers(base) for part in pair))
     model.__dict__["_base_is_plain"] = True  # what its name leads to: see adapter.py
     if getattr(config, "position_encoding", None) == "rope":
         # no module of the model any more: not trained or saved
         model.__dict__["_unpatched_embedding"] = base.wpe
-    try:
-        _adopt(model, base, infini_class, config)
-        model.add_memory()
-        model.check_layers()
-    except BaseException:
-        _take_out(model, base, before)
-        raise
+    _adopt(model, base, infini_class, config)
+    model.add_memory()
+    model.check_layers()
     # an adapter that was there before warns, too, when it is saved alone
     if "peft_config" in vars(model):
         model.peft_config = model.peft_config
+    if config.places > (trained := trained_places(config)):
+        warnings.warn(
+            f"a window of {config.places:,} places, kept tokens among them, is wider than the "
+            f"{trained:,} positions that this {name} was trained with (max_position_embeddings): "
+            "it sees distances that it does not know. Give fewer kept_tokens, or a smaller "
+            "segment_length.",
+            stacklevel=4,
+        )
     return model
 
 
-def unpatch_model(model):
+@check_types
+@unchanged_on_error
+def unpatch_model(model: Model):
     """Removes Infini-attention in place, and returns the model. What [`patch_model`] added is
     dropped, trained or not, and the position embedding that `position_encoding="rope"` had set
     aside comes back as it was; nothing else changes. A model that was loaded or built with
@@ -93,25 +112,25 @@ def unpatch_model(model):
             "this model was built with position_encoding='rope': it has no position embedding, "
             "and a plain GPT-2 needs one."
         )
-    _take_out(model, base, convert_config(model.config, model.own_class.config_class))
-    return model
-
-
-def _take_out(model, base, config) -> None:
-    """Makes a model plain, with this configuration, of whose layers some or all have a memory."""
+    config = convert_config(model.config, model.own_class.config_class)
     if "_unpatched_embedding" in model.__dict__:
         base.wpe = model.__dict__.pop("_unpatched_embedding").to(model.device, model.dtype)
-    model.__dict__.pop("_base_is_plain", None)
-    step_caches.pop(model, None)
+    for name in ("_base_is_plain", SCORE_IS_KNOWN):
+        model.__dict__.pop(name, None)
+        base.__dict__.pop(name, None)
     for attention in attention_layers(base):
         if isinstance(attention, InfiniAttentionMixin):
             attention.swap_out()
     _adopt(model, base, lambda kind: getattr(kind, "own_class", kind), config)
+    step_caches.pop(model, None)
+    return model
 
 
 def convert_config(config, config_class, **options):
-    """The values of `config` in another class, with `options` on top."""
+    """The values of `config` in another class, with `options` on top; ValueError for options that
+    no memory has."""
     infini = config_class if issubclass(config_class, InfiniConfigMixin) else type(config)
+    refuse_unknown(options, infini.own_options())
     own = {"model_type", "transformers_version", "architectures", "auto_map", *infini.own_options()}
     converted = config_class(
         **({name: value for name, value in config.to_dict().items() if name not in own} | options)

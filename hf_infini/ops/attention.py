@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_arguments
+from .checks import check_arguments, check_types
 from .kept import KeptInGrid, choosable_segments, first_scores, sinks_before_kept, with_kept
 from .layout.base import GridLayout
 from .layout.build import segment_layout
@@ -35,6 +35,7 @@ from .window import ScoreOptions, window_attention
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
 
 
+@check_types
 def infini_attention(
     query: Tensor,
     key: Tensor,

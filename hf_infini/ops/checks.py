@@ -1,19 +1,72 @@
-"""What is refused before anything is computed: arguments that do not fit together, each by name,
-with what is allowed."""
+"""What is refused before anything is computed: arguments of another type, or that do not fit
+together, each by name, with what is allowed."""
 
-from collections.abc import Sequence
+import functools
+import inspect
+import operator
+import re
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import torch
-from torch import Tensor
+from huggingface_hub.dataclasses import type_validator
+from torch import Tensor, nn
 
 from ..options import check_number, places_of
 
+Function = TypeVar("Function", bound=Callable)
+Model = Annotated[Any, nn.Module]  # for a type checker anything, as its class is made when it runs
 LIMITS = {
     "scaling": {},
     "softcap": {"greater_than": 0},
     "dropout": {"at_least": 0, "below": 1},
     "eps": {"at_least": 0},
 }
+
+
+def check_types(function: Function) -> Function:
+    """Decorator: a TypeError names the first argument that is not of its annotated type, before
+    anything is computed. Numbers of other libraries are numbers, True is none. Not in a graph of
+    torch.compile."""
+    signature, own = inspect.signature(function), function.__qualname__.removesuffix(".__init__")
+    called = own.rpartition(".")[2]  # a class is called by its own name
+    wanted = {name: _checkable(each.annotation) for name, each in signature.parameters.items()}
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        try:
+            compiling = torch.compiler.is_compiling()
+            given = {} if compiling else signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            given = {}  # the function says which are missing or unknown
+        for name, value in given.items():
+            whole = isinstance(value, Integral) and not isinstance(value, bool)
+            try:
+                type_validator(name, operator.index(value) if whole else value, wanted[name])
+            except TypeError:
+                shown = "" if value is None else f" ({type(value).__name__})"
+                allowed = re.sub(r"[\w.]+\.", "", inspect.formatannotation(wanted[name]))
+                raise TypeError(
+                    f"{name} of {called} must be of type {allowed}; got {repr(value):.60}{shown}."
+                ) from None
+        return function(*args, **kwargs)
+
+    result: Any = checked
+    return result
+
+
+def _checkable(annotation: Any) -> Any:
+    """An annotation as `type_validator` takes it; whole numbers are numbers of floating point."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return functools.reduce(operator.or_, map(_checkable, parts))
+    if origin is Annotated:
+        return parts[1]
+    if annotation in (inspect.Parameter.empty, float):
+        return Any if annotation is inspect.Parameter.empty else float | int
+    return annotation if origin in (None, Sequence) else origin
 
 
 def check_arguments(

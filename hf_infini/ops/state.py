@@ -212,7 +212,7 @@ class AttentionCall(NamedTuple):
     """What [`attend`] computes: [`infini_attention`] on a layout that is already made."""
 
     tokens: Projections  # with the `learned_score` for the score
-    gate: Tensor | None  # `None`: the rule has no memory
+    gate: Any  # β, `[heads]`; `None` where the rule has no memory
     # [`segment_layout`] of the tokens: a StepLayout or a GridLayout, as `fits` has found
     layout: Any
     rule: MemoryRule

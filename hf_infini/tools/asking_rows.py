@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from transformers import PreTrainedTokenizerBase
 
+from ..ops.checks import check_types
 from ..options import check_number
 
 TOKENS_PER_FACT = 280  # a row of 1,700 tokens states six facts
@@ -25,6 +26,7 @@ def fact_forms() -> dict[str, dict]:
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
+@check_types
 def asking_rows(
     tokenizer: PreTrainedTokenizerBase,
     text: str,

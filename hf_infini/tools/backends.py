@@ -1,16 +1,17 @@
 """Which backend computes the attention of a model's layers, and why."""
 
 import torch
-from transformers import PreTrainedModel
 
 from ..compat.execution_device import device_of
 from ..layers.memory_layer import memory_layers
 from ..ops.attention import attend_grid, choose, forced_backend
+from ..ops.checks import Model, check_types
 from ..ops.state import Attended, AttentionCall
 from ..options import context_limit
 
 
-def backend_of(model: PreTrainedModel, batch: int = 1, tokens: int = 1024) -> dict[str, str]:
+@check_types
+def backend_of(model: Model, batch: int = 1, tokens: int = 1024) -> dict[str, str]:
     """By the name of each layer with a memory, which backend computes a call of `[batch, tokens]`
     that begins a text, without padding or a cache, and with gradients in training (the last one);
     and why: "step: not one token for every row; grid: plain torch, …". The model is called once, by

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 from ..cache.cache import cache_bytes, dtype_of
 from ..models.families import infini_config
 from ..models.patching import convert_config
+from ..ops.checks import check_types
 from ..options import check_number, key_heads, layer_kinds
 
 
@@ -18,6 +19,7 @@ class Estimate(NamedTuple):
     infini: int
 
 
+@check_types
 def estimate(config: PreTrainedConfig, tokens: int, **options) -> Estimate:
     """The bytes of the cache after so many tokens of one sequence, in the configuration's dtype.
     `config`: of a plain model, with the `options` of [`patch_model`], or of one with a memory.

@@ -23,20 +23,27 @@ from tqdm.auto import tqdm
 
 from ..compat.execution_device import device_of
 from ..layers.memory_layer import MemoryLayerMixin, in_evaluation, memory_layers
-from ..models.structure import decoder_of
+from ..models.structure import decoder_of, trained_places
+from ..models.transaction import unchanged_on_error
 from ..ops.attention import attend_grid, forced_backend
+from ..ops.checks import Model, check_types
 from ..ops.state import Attended, AttentionCall
 from ..options import check_number
 
 # What the shares of layers are rounded to, times the largest: each size that differs takes a layout
 # for every call
 LEVELS = (1, 1 / 2, 1 / 4, 1 / 8)
+ALIKE = (
+    1e-5  # of inputs that differ by the rounding of float32 sums: their variance to their square
+)
 
 
+@check_types
+@unchanged_on_error
 @torch.no_grad()
 def fit_keep_score(
-    model,
-    rows: Sequence,
+    model: Model,
+    rows: Sequence | Tensor,
     *,
     distance: int = 256,
     ridge: float = 1e-3,
@@ -62,7 +69,8 @@ def fit_keep_score(
 
     Raises:
         ValueError: the model keeps no tokens; a row is not longer than `distance` and its sinks, or
-            has no whole numbers; `distance` is below 1, or `ridge` negative.
+            has no whole numbers; all their tokens are the same to a layer; `distance` is below 1,
+            or `ridge` negative. After this or any other error, also Ctrl-C, the model is as it was.
     """
     check_number("distance", distance, {"at_least": 1})
     check_number("ridge", ridge, {"at_least": 0})
@@ -73,19 +81,8 @@ def fit_keep_score(
             "there is nothing to fit: patch the model with kept_tokens, such as 256, and for "
             'share_out=False with keep_score="half" or "learned".'
         )
-    rows = [torch.as_tensor(row).flatten() for row in rows]
     config = decoder_of(model).config
-    shortest = distance + config.sink_tokens + 1
-    if not rows or (short := min(map(len, rows))) <= shortest:
-        given = f"one of {short:,}" if rows else "none"
-        raise ValueError(
-            f"rows must have more than {shortest:,} tokens, as only queries {distance:,} tokens "
-            f"later count; got {given}. Give longer rows, or a smaller distance."
-        )
-    if any(row.is_floating_point() for row in rows):
-        raise ValueError(
-            "rows must be token ids, which are whole numbers; got numbers of floating point."
-        )
+    rows = _ids_of(rows, distance, config.sink_tokens)
     # Of each layer the sums of products of all tokens' [input, 1, targets]; without a learned score
     # of [1, targets]
     widths = {
@@ -105,21 +102,45 @@ def fit_keep_score(
         )
     for name, layer in layers.items():
         if hasattr(layer, "keep_weight"):
-            layer.keep_weight.copy_(ridge_regression(sums[name], len(layer.keep_weight), ridge))
+            weight = ridge_regression(sums[name], len(layer.keep_weight), ridge)
+            if not bool(weight.isfinite().all()):
+                raise ValueError(
+                    f"the rows teach no score: the inputs of layer {layer.layer_idx} are the same "
+                    "at all of their tokens, as in rows of one repeated token. Give rows of text, "
+                    "such as those of hf_infini.asking_rows."
+                )
+            layer.keep_weight.copy_(weight)
     if share_out:
         squares = {
             each.layer_idx: sums[name].diagonal()[-each.head_counts[1] :]
             for name, each in layers.items()
         }
         peaks = {layer: float(of_layer.max()) ** 0.5 for layer, of_layer in squares.items()}
-        limit = (
-            config.max_position_embeddings if getattr(config, "rope_parameters", None) else math.inf
-        )
         for levels in (LEVELS, LEVELS[:3], LEVELS[:2], LEVELS[:1]):
             config.kept_shares = shares_of_layers(peaks, config.num_hidden_layers, levels)
             # else the model would see distances that it was not trained for
-            if config.places <= limit:
+            if config.places <= trained_places(config):
                 break
+
+
+def _ids_of(rows: Sequence | Tensor, distance: int, sinks: int) -> list[Tensor]:
+    """The rows as tensors of token ids; errors as of [`fit_keep_score`]."""
+    try:
+        found = [torch.as_tensor(row).flatten() for row in rows]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"rows must be lists or tensors of token ids: {error}") from None
+    shortest = distance + sinks + 1
+    if not found or (short := min(map(len, found))) <= shortest:
+        given = f"one of {short:,}" if found else "none"
+        raise ValueError(
+            f"rows must have more than {shortest:,} tokens, as only queries {distance:,} tokens "
+            f"later count; got {given}. Give longer rows, or a smaller distance."
+        )
+    if any(row.is_floating_point() for row in found):
+        raise ValueError(
+            "rows must be token ids, which are whole numbers; got numbers of floating point."
+        )
+    return found
 
 
 @contextlib.contextmanager
@@ -187,12 +208,14 @@ def ridge_regression(sums: Tensor, heads: int, ridge: float) -> Tensor:
     """The weights, `[heads, width]`, of a ridge regression with an intercept, which is left out;
     scaled to scores of standard deviation 1. `sums`: over tokens, of the products of [input, 1,
     targets], float64, `[width + 1 + heads, width + 1 + heads]`; `ridge`: as a share of the inputs'
-    mean square."""
+    mean square. NaN where the inputs are all alike."""
     products, with_target = sums[:-heads, :-heads], sums[:-heads, -heads:]
     count, means = products[-1, -1], products[-1, :-1] / products[-1, -1]
     penalty = torch.zeros_like(products)
     penalty.diagonal()[:-1] = ridge * products.diagonal()[:-1].mean()
-    weight = torch.linalg.solve(products + penalty, with_target)[:-1].T
     covariance = products[:-1, :-1] / count - torch.outer(means, means)
+    if covariance.trace() <= ALIKE * products[:-1, :-1].trace() / count:
+        return torch.full_like(with_target[:-1].T, math.nan)
+    weight = torch.linalg.solve(products + penalty, with_target)[:-1].T
     spread = ((weight @ covariance) * weight).sum(1, keepdim=True).sqrt()
     return weight / spread.clamp(min=torch.finfo(spread.dtype).tiny)

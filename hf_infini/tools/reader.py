@@ -27,6 +27,7 @@ from ..cache.files import MemoryFileError, describe_model
 from ..compat.cache_name import CACHE, cache_of
 from ..models.loading import fingerprint
 from ..models.structure import decoder_of
+from ..ops.checks import Model, check_types
 from ..options import check_number
 
 SAVE_SECONDS = 60  # between two files of what has been read so far
@@ -61,9 +62,10 @@ class Reader:
         ValueError: the model has no memory, or the cache was read by another tokenizer.
     """
 
+    @check_types
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Model,
         tokenizer: PreTrainedTokenizerBase,
         *,
         cache: InfiniCache | None = None,
@@ -89,11 +91,12 @@ class Reader:
                 "reader that one, or have it read the text."
             )
 
+    @check_types
     def read(
         self,
         text: str,
         *,
-        file: str | Path | None = None,
+        file: str | os.PathLike | None = None,
         split_special_tokens: bool = False,
         progress: bool = True,
     ) -> InfiniCache:
@@ -122,7 +125,7 @@ class Reader:
             key = begun + (self._plain(rest) if split_special_tokens else rest)
         return self._read(key, file, progress)
 
-    def _read(self, text: str, file: str | Path | None, progress: bool) -> InfiniCache:
+    def _read(self, text: str, file: str | os.PathLike | None, progress: bool) -> InfiniCache:
         """[`Reader.read`] of a text with marks."""
         if text in self.texts and (file is None or Path(file).exists()):
             return self.texts[text]
@@ -201,11 +204,12 @@ class Reader:
             )
         return cache
 
+    @check_types
     def read_document(
         self,
         text: str,
         *,
-        file: str | Path | None = None,
+        file: str | os.PathLike | None = None,
         progress: bool = True,
         before: Sequence[dict[str, str]] = (),
     ) -> InfiniCache:
@@ -231,6 +235,7 @@ class Reader:
         facts = [describe_model(self.model), fingerprint(self.tokenizer), head, _checked(text)]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
+    @check_types
     def generate(self, texts: str | Sequence[str], **options) -> list[str]:
         """What the model goes on with after each of the texts, which may begin alike; ValueError
         where one was read to its end. What in them spells a special token is one, but for what was
@@ -298,6 +303,7 @@ class Reader:
             "give texts that go on, by one token at least, beyond what has been read of them."
         )
 
+    @check_types
     def chat(self, messages: Sequence[dict[str, str]], **options) -> str:
         """The answer to the last of the messages, `role` and `content` each, which are the user's
         and, in turn, the model's answers, perhaps after a system message; by the tokenizer's chat

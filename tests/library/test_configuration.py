@@ -7,13 +7,21 @@ import re
 import typing
 
 import pytest
-from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from cli.model_options import help_texts
+from decoders import decoder
 from hf_infini import (
     CausalMHAConfig,
     InfiniGPT2Config,
     InfiniGPT2LMHeadModel,
+    estimate,
     patch_model,
     unpatch_model,
 )
@@ -114,3 +122,34 @@ def test_what_a_gpt2_ignored_does_not_keep_it_from_a_memory(tmp_path):
     patched = patch_model(model, segment_length=8).config
     for found in (loaded, patched, unpatch_model(model).config):
         assert {name: getattr(found, name) for name in ignored} == ignored
+
+
+@pytest.mark.parametrize("name", ["kept_toknes", "segment_lenght", "sink_token", "gate_int"])
+def test_a_misspelt_option_is_refused_wherever_it_is_given(name, tmp_path):
+    plain = decoder("llama").config
+    model = patch_model(decoder("llama"), segment_length=8)
+    model.save_pretrained(tmp_path)
+    for give in (
+        lambda: type(model.config)(segment_length=8, **{name: 5}),
+        lambda: InfiniGPT2Config(segment_length=8, **{name: 5}),
+        lambda: type(model.config).from_pretrained(tmp_path, **{name: 5}),
+        lambda: AutoConfig.from_pretrained(tmp_path, **{name: 5}),
+        lambda: AutoModelForCausalLM.from_pretrained(tmp_path, **{name: 5}),
+        lambda: type(model).from_pretrained(tmp_path, **{name: 5}),
+        lambda: patch_model(decoder("llama"), segment_length=8, **{name: 5}),
+        lambda: estimate(plain, 100, segment_length=8, **{name: 5}),
+    ):
+        with pytest.raises(ValueError, match=rf"unknown options? {name}.*did you mean \w+\?"):
+            give()
+    with pytest.raises(ValueError, match="unknown options anything"):
+        estimate(plain, 100, segment_length=8, anything=5)
+
+
+def test_names_of_other_libraries_are_attributes():
+    """All that transformers' own configurations have are, and what nobody knows."""
+    names = {name for kind in CONFIG_MAPPING.values() for name in kind.__dataclass_fields__}
+    known = {*type(patch_model(decoder("llama"), segment_length=8).config).__dataclass_fields__}
+    config = type(patch_model(decoder("llama"), segment_length=8).config)
+    config.refuse_misspelt(names - known)
+    assert len(names - known) > 500
+    assert config(segment_length=8, n_layers=3, my_note="mine").my_note == "mine"

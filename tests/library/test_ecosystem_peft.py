@@ -249,3 +249,24 @@ def test_an_adapter_that_transformers_saves_is_warned_of_too(plain, tmp_path, mo
     model.add_adapter(lora())
     with pytest.warns(UnsavedMemoryWarning):
         model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["LoraConfig", "AdaLoraConfig", "IA3Config", "VeraConfig"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen2"])
+def test_an_adapter_without_targets_has_those_of_the_own_model(kind, model_type):
+    given = {"total_step": 10} if kind == "AdaLoraConfig" else {}
+    found, layer = [], peft.tuners.tuners_utils.BaseTunerLayer
+    for model in (decoder(model_type), patch_model(decoder(model_type), segment_length=8)):
+        config = getattr(peft, kind)(task_type="CAUSAL_LM", **given)
+        modules = peft.get_peft_model(model, config).named_modules()
+        found.append({name for name, part in modules if isinstance(part, layer)})
+    assert found[0] == found[1] != set()
+
+
+@pytest.mark.parametrize("others", ["lm_head", ["lm_head"]])
+def test_a_module_to_save_may_be_one_name(others):
+    model = patch_model(decoder("llama"), segment_length=8)
+    config = lora_config(model, modules_to_save=others)
+    assert config.modules_to_save == ["self_attn.gate", "lm_head"]
+    adapted = peft.get_peft_model(model, config)
+    assert any("lm_head.modules_to_save" in name for name, _ in adapted.named_parameters())

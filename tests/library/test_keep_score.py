@@ -2,6 +2,7 @@
 model's weights say."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from decoders import token_ids as ids_of_decoder
 from hf_infini import cache_bytes, fit_keep_score, load_adapter, patch_model, save_adapter
 from hf_infini.layers.memory_layer import memory_layers
 from hf_infini.tools.keep_score import shares_of_layers
-from models import causal_mha, infini_gpt2, token_ids
+from models import causal_mha, gpt2, in_calls, infini_gpt2, token_ids
 
 WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 6}
 DISTANCE, RIDGE = 12, 0.05
@@ -191,3 +192,92 @@ def test_what_is_refused(options, rows, how, message):
     with pytest.raises(ValueError, match=message):
         fit_keep_score(model, rows, **{"distance": DISTANCE, "progress": False} | how)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def unfitted(recorded) -> int:
+    return sum("fit_keep_score" in str(warning.message) for warning in recorded)
+
+
+LONG = ids_of_decoder(1, 60) % 89
+USES = {
+    "a call": lambda model, folder: model(LONG),
+    "calls with a cache": lambda model, folder: in_calls(model, LONG, range(0, 61, 10)),
+    "generate": lambda model, folder: model.generate(LONG[:, :5], max_new_tokens=30),
+    "save": lambda model, folder: model.save_pretrained(folder),
+}
+
+
+@pytest.mark.parametrize("score", ["half", "learned"])
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda options: patch_model(decoder("llama"), **options),
+        lambda options: infini_gpt2(**options),
+        lambda options: causal_mha(attention="infini", position_encoding="rope", **options),
+    ],
+    ids=["llama", "gpt2", "causal_mha"],
+)
+def test_a_score_that_was_not_fitted_is_said_once(make, use, score, tmp_path):
+    model = make(WINDOW | {"keep_score": score})
+    with warnings.catch_warnings(record=True) as said, torch.no_grad():
+        warnings.simplefilter("always")
+        model(LONG[:, :18])  # all of which the window holds
+        assert unfitted(said) == 0
+        for _ in range(2):
+            USES[use](model, tmp_path)
+            assert unfitted(said) == 1
+        for other in USES.values():
+            other(model, tmp_path)
+        assert unfitted(said) == 1
+        type(model).from_pretrained(tmp_path)
+        assert unfitted(said) == 2
+
+
+@pytest.mark.parametrize("score", ["attention", "half"])
+def test_a_score_that_was_fitted_or_needs_none_is_used_without_a_word(score, tmp_path):
+    model = patch_model(decoder("llama"), **WINDOW, keep_score=score)
+    with warnings.catch_warnings(record=True) as said, torch.no_grad():
+        warnings.simplefilter("always")
+        fit_keep_score(model, rows_of(), distance=DISTANCE, progress=False)
+        for use in USES.values():
+            use(model, tmp_path)
+        save_adapter(model, tmp_path / "adapter")
+        load_adapter(decoder("llama"), tmp_path / "adapter")(LONG)
+        type(model).from_pretrained(tmp_path)(LONG)
+    assert unfitted(said) == 0
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen2"])
+def test_rows_of_one_token_teach_nothing(model_type):
+    model = patch_model(decoder(model_type), **WINDOW, keep_score="half")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="inputs of layer . are the same .*asking_rows"):
+        fit_keep_score(model, [[5] * 60, [5] * 70], distance=DISTANCE, progress=False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.config.kept_shares is None
+
+
+@pytest.mark.parametrize("rows", ["some text", ["some text"], [[3, None]]])
+def test_rows_that_are_no_ids_are_named(rows):
+    model = patch_model(decoder("llama"), **WINDOW, keep_score="half")
+    with pytest.raises(TypeError, match="^rows must be lists or tensors of token ids"):
+        fit_keep_score(model, rows, distance=DISTANCE)
+
+
+def test_more_places_than_trained_positions_are_said_with_both_numbers(tmp_path):
+    model = patch_model(decoder("llama"), **WINDOW, keep_score="half")
+    fit_keep_score(model, rows_of(), distance=DISTANCE, share_out=False, progress=False)
+    save_adapter(model, tmp_path)
+    most = 512 - 2 - 16  # of 512 positions, beside sinks and two segments
+    wide = WINDOW | {"kept_tokens": most + 1}
+    for change in (
+        lambda: patch_model(decoder("llama"), **wide),
+        lambda: load_adapter(decoder("llama"), tmp_path, kept_tokens=most + 1),
+    ):
+        with pytest.warns(UserWarning, match="window of 513 places.*wider than the 512 positions"):
+            change()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        patch_model(decoder("llama"), **WINDOW | {"kept_tokens": most})
+        patch_model(gpt2(), **wide, position_encoding="rope")  # made with it, for any length

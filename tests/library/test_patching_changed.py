@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 
 from decoders import decoder, token_ids
-from hf_infini import InfiniGemma2ForCausalLM, patch_model
+from hf_infini import InfiniGemma2ForCausalLM, patch_model, unpatch_model
 from hf_infini.models.structure import attention_layers, decoder_of
 from models import FLOAT32, gpt2
 
@@ -42,6 +42,54 @@ def test_attention_that_sees_what_follows_is_refused():
     ):
         patch_model(model, segment_length=8)
     assert type(model) is GPT2LMHeadModel
+
+
+def share_an_attention(model):
+    shared = attention_of(model)
+    name = next(name for name, part in layers_of(model)[0].named_children() if part is shared)
+    setattr(layers_of(model)[1], name, shared)
+
+
+def hooked(change):
+    def both(model):
+        change(model)
+        for part in model.modules():
+            add_hook_to_module(part, AlignDevicesHook(execution_device="cpu"))
+
+    return both
+
+
+REPLACED = {
+    "attention": lambda model: with_own_forward(attention_of(model)),
+    "layer": lambda model: with_own_forward(layers_of(model)[1]),
+    "base model": lambda model: with_own_forward(decoder_of(model)),
+}
+REPLACED |= {f"{name} in a hook": hooked(change) for name, change in REPLACED.items()}
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=["gpt2", "llama"])
+@pytest.mark.parametrize("change", [share_an_attention, *REPLACED.values()])
+def test_what_would_not_reach_a_memory_is_refused_before_anything_changes(make, change):
+    model, ids = make(), token_ids(2, 40) % 89
+    change(model)
+    config, wanted = model.config, model(ids, use_cache=False).logits
+    message = "share one attention module" if change is share_an_attention else "was replaced"
+    with pytest.raises(ValueError, match=message):
+        patch_model(model, segment_length=8)
+    assert model.config is config and torch.equal(model(ids, use_cache=False).logits, wanted)
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=["gpt2", "llama"])
+def test_a_base_model_inside_of_another_is_refused_and_one_of_its_own_taken(make):
+    model, ids = make(), token_ids(2, 40) % 89
+    base, wanted = decoder_of(model), model(ids).logits
+    with pytest.raises(ValueError, match=f"is part of a {type(model).__name__}.*: patch the"):
+        patch_model(base, segment_length=8)
+    assert torch.equal(model(ids).logits, wanted)
+    holder = nn.ModuleList([base])  # of a user, which saves what it holds
+    model.itself = [model]  # a cycle, which only the collector takes apart
+    del model
+    assert patch_model(base, segment_length=8) is holder[0] and unpatch_model(base) is base
 
 
 def hooks_that_were_removed(model):
@@ -98,7 +146,8 @@ def test_a_family_that_fails_otherwise_is_as_it_was(monkeypatch):
     model, ids = decoder("llama"), token_ids(1, 20)
     config, wanted = model.config, model(ids).logits
     monkeypatch.setattr(type(attention_of(model).o_proj), "forward", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ValueError, match="forward fails .*: ZeroDivisionError") as refusal:
         patch_model(model, segment_length=8)
+    assert isinstance(refusal.value.__cause__, ZeroDivisionError)
     monkeypatch.undo()
     assert model.config is config and torch.equal(model(ids).logits, wanted)

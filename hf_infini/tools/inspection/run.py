@@ -26,6 +26,7 @@ from ...layers.memory_layer import in_evaluation
 from ...models.scratch.attention import CausalMultiHeadAttention
 from ...models.structure import attention_layers, decoder_of
 from ...ops.attention import attend_grid, forced_backend
+from ...ops.checks import Model, check_types
 from ...ops.layout.base import GridLayout
 from ...ops.memory import MemoryRule
 from ...ops.scores import visible_softmax
@@ -37,9 +38,10 @@ from .heads import KEPT, MEMORY, NONE, SINK, WINDOW, Inspection, LayerInspection
 INTERFACE = f"inspection of {__name__}"
 
 
+@check_types
 @torch.no_grad()
 def inspect_attention(
-    model,
+    model: Model,
     inputs: str | Tensor | Mapping[str, Tensor],
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
