@@ -501,11 +501,9 @@ def _loaded(model: str, device: str, dtype: str):
     """A model as it was saved, on a device, and its tokenizer."""
     option = f"--device {device}"
     with while_("using", option, "cpu can be used."):
-        found = (
-            torch.accelerator.current_accelerator(check_available=True)
-            if device == "auto"
-            else device
-        ) or "cpu"
+        found: Any = device
+        if device == "auto":
+            found = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         torch.ones(1, device=found).cpu()  # now, and not after the model is read
     with while_("loading the model", model, _found(model)):
         net: Any = load_causal_lm(model, dtype=dtype)

@@ -9,6 +9,7 @@ from typing import Any
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,10 +28,10 @@ def find_folder(path: str | Path, what: str = "folder") -> Path | None:
     """The folder or file of a path, or `None` where it is a name on the Hub. FileNotFoundError,
     which calls it `what`, where it is neither: what begins as a path does, can be no name on the
     Hub, or would be in a folder that is there."""
-    place = Path(path).expanduser()
-    if place.exists():
+    name, place = str(path), Path(path).expanduser()
+    if name and place.exists():
         return place
-    name, parent = str(path), place.parent
+    parent = place.parent
     try:
         validate_repo_id(name)
         begun = name.startswith(("/", ".", "~")) or (parent != Path() and parent.exists())
@@ -38,7 +39,7 @@ def find_folder(path: str | Path, what: str = "folder") -> Path | None:
         begun = True
     if begun:
         raise FileNotFoundError(
-            f"no such {what}: {name}"
+            f"no such {what}: {name or repr(name)}"
             + ("" if place.is_absolute() else f" (in {Path.cwd()})")
             + ("" if parent.exists() else f"; there is no {parent} either")
         )
@@ -81,7 +82,7 @@ def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
     """The causal language model of a folder, a Hub name or a GGUF file ([`model_files`]), with the
     options and errors of `from_pretrained`. Its code is not run, unless `trust_remote_code=True` is
     given. The weights of a GGUF become plain ones, in float32 if no other `dtype` is given.
-    ValueError where weights other than those of a memory are missing."""
+    ValueError where weights other than those of a memory are missing, or not finite."""
     options = {"trust_remote_code": False, "output_loading_info": True} | options
     files = model_files(path)
     model, info = AutoModelForCausalLM.from_pretrained(**files, **options)
@@ -95,7 +96,19 @@ def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
             f"the weights of {path} are incomplete: {len(missing)} tensors, such as "
             f"{missing[0]}, are missing."
         )
+    broken = [name for name, weight in model.named_parameters() if not _is_finite(weight.data)]
+    if broken:
+        raise ValueError(
+            f"the weights of {path} are damaged: {len(broken)} tensors, such as {broken[0]}, have "
+            "numbers that are not finite."
+        )
     return model
+
+
+def _is_finite(weight: Tensor) -> bool:
+    """Whether all numbers are; of those that are not plain (quantized, elsewhere) nobody knows."""
+    plain = type(weight) is Tensor and weight.is_floating_point() and weight.itemsize > 1
+    return not plain or weight.is_meta or bool(weight.isfinite().all())
 
 
 def load_tokenizer(

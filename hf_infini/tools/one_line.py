@@ -77,18 +77,16 @@ def run(app: Callable[..., object]) -> None:
             stream.reconfigure(errors=errors)
     try:
         with _plain_messages():
-            status = app(args=words, standalone_mode=False)
+            given = app(args=words or ["--help"], prog_name="hf-infini", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
-        status, message = status if isinstance(status, int) else 0, ""
+        status, message = given if isinstance(given, int) else 0 if words else 2, ""
         if status == 130:  # Ctrl-C outside of all steps
             message = "stopped"
     except BaseException as error:
-        status, message = one_line(error)
-        if show and status == 1:
+        if show:
             traceback.print_exc()
-        elif status == 1 and message.endswith(TRACEBACK):
-            message += " shows where"
+        status, message = one_line(error)
     _end(status, message)
 
 
@@ -103,39 +101,41 @@ def one_line(error: BaseException) -> tuple[int, str]:
         return 130, f"stopped {error}: {error.kept}" if isinstance(error, Ended) else "stopped"
     if hasattr(cause, "format_message"):  # of the parser, which has classes by its version
         path = getattr(getattr(cause, "ctx", None), "command_path", "hf-infini")
-        message = " ".join(cause.format_message().split())
-        return cause.exit_code, f"error: {message.rstrip('.')}. See: {path} --help"
-    if type(cause).__name__ == "Abort":  # a question that was not answered
-        return 1, "stopped: nothing was changed"
-    said, whole = _described(cause)
-    if not isinstance(error, Ended):
-        return 1, f"error: {said}" if whole else f"error: of hf-infini, unexpected: {said}"
-    if error.subject not in said or not whole:
-        said = f"{error}: {said}"
-    if whole:
-        return 1, f"error: {said}"
-    return 1, f"error: {said.rstrip('.')}." + f" {error.remedy}".rstrip() + f" {TRACEBACK}"
+        message = " ".join(cause.format_message().split()).rstrip(".")
+        return cause.exit_code, f"error: {message}. See: {path} --help"
+    message, for_users = _described(cause)
+    if isinstance(error, Ended):
+        if for_users:
+            known = error.subject and error.subject in message
+            return 1, f"error: {message}" if known else f"error: {error}: {message}"
+        remedy = f" {error.remedy}".rstrip()
+        return 1, f"error: {error}: {message.rstrip('.')}.{remedy} ({TRACEBACK} shows more)"
+    if for_users or isinstance(error, OSError):
+        return 1, f"error: {message}"
+    return 1, f"error: a bug of hf-infini: {message} ({TRACEBACK} shows where; please report it)"
 
 
 def _described(error: BaseException) -> tuple[str, bool]:
-    """What an error says, in one line; and whether that is a sentence for a user."""
-    message = " ".join(str(error).split())
+    """What an error says, in one line; and whether it was written for users of this package."""
+    message, kind = " ".join(str(error).split()), type(error)
     if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
         extra = EXTRAS.get(error.name)
         wanted = f"'hf-infini[{extra}]'" if extra else error.name
         return f"{error.name} is not installed: pip install {wanted}", True
     if isinstance(error, OSError) and error.strerror:
         names = [str(name) for name in (error.filename, error.filename2) if name]
-        return ": ".join([error.strerror, " -> ".join(names)][: 1 + bool(names)]), True
-    package, kind = __name__.partition(".")[0], type(error)
+        return ": ".join([error.strerror, *([" -> ".join(names)] if names else [])]), False
+    package = __name__.partition(".")[0]
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    ours = frames and frames[-1].f_globals.get("__name__", "").startswith(f"{package}.")
-    if ours and (
-        kind in (ValueError, OSError, NotImplementedError) or kind.__module__.startswith(package)
-    ):
-        return message, True
+    if frames and frames[-1].f_globals.get("__name__", "").startswith(f"{package}."):
+        # not those that Python raises in our code, such as a JSONDecodeError or a TypeError
+        own = kind.__module__.startswith(package) or isinstance(error, OSError)
+        if own or kind is ValueError:
+            return message, True
     if len(message) > LONGEST:
         message = f"{message[:LONGEST]} …"
+    if isinstance(error, (ValueError, OSError)) and message:  # sentences, mostly
+        return message, False
     return f"{kind.__name__}: {message}".rstrip(": "), False
 
 

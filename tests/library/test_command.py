@@ -1,11 +1,9 @@
 """The command: documents in, answers out; the second start reads nothing. And what it is made
 of."""
 
-import io
 import re
 import shlex
 import string
-import sys
 import tomllib
 from pathlib import Path
 
@@ -13,17 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from corpora.tokenization import build_character_tokenizer, train_bpe
+from commands import TEXT, command_in, save_models
+from corpora.tokenization import build_character_tokenizer
 from decoders import decoder
 from hf_infini import InfiniCache, command, estimate, load_adapter, patch_model
 from hf_infini.cache.files import read_memory_file
 from hf_infini.compat.cache_name import CACHE
 from hf_infini.tools.asking_rows import asking_rows, fact_forms
 from hf_infini.tools.documents import read_document
-from models import gpt2, infini_gpt2, token_ids
+from models import gpt2, token_ids
 from running import ROOT, sample_text
 
-TEXT = sample_text()[:600].strip()
 PDF = """1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj
 2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj
 3 0 obj<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 100]/Contents 4 0 R
@@ -155,37 +153,12 @@ def test_an_estimate_is_what_the_caches_hold(model_type, tokens=40):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """A plain model, one with a memory, and a document; their tokens are pieces of words."""
-    base = tmp_path_factory.mktemp("command")
-    tokenizer = train_bpe([sample_text()], 400)
-    tokenizer.chat_template = (
-        "{% for turn in messages %}<|endoftext|>{{ turn.role }}\n{{ turn.content }}\n{% endfor %}"
-    )
-    plain = decoder("llama", vocab_size=400, pad_token_id=tokenizer.pad_token_id)
-    models = {"plain": plain, "memory": infini_gpt2(vocab_size=400, position_encoding="rope")}
-    for name, model in models.items():
-        for part in (model, tokenizer):
-            part.save_pretrained(base / name)
-    (base / "play.txt").write_text(TEXT, encoding="utf-8")
-    return {name: base / name for name in (*models, "play.txt")}
+    return save_models(tmp_path_factory.mktemp("command"))
 
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """Runs the command in this process: what it printed, on standard output and on standard
-    error."""
-    monkeypatch.setattr(command, "KEPT", tmp_path / "kept")
-
-    def call(*words, status: int | None = 0, typed: str = ""):
-        monkeypatch.setattr(sys, "argv", ["hf-infini", *map(str, words)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-        with pytest.raises(SystemExit) as stop:
-            command.main()
-        printed = capsys.readouterr()
-        assert (stop.value.code or 0) == status, printed.err
-        return printed
-
-    return call
+    return command_in(tmp_path / "kept", monkeypatch, capsys)
 
 
 def answer(folder: Path, *turns: str, tokens: int = 5) -> str:
