@@ -36,9 +36,8 @@ KEPT = Path(HF_HOME) / "hf_infini"
 WINDOW = {"segment_length": 128, "local_segments": 1, "sink_tokens": 4}
 LENGTHS = [8_192, 131_072, 1_048_576]  # of texts, in `estimate`
 KEPT_TOKENS = 1788  # 2,048 places with these
-# of `inspect`: tokens of a model without a memory, and about how large a page may be without being
-# asked for
-INSPECTED, PAGE_BYTES = 200, 60_000_000
+# of `inspect`: tokens of a model without a memory; and heads · tokens² of a page of some megabytes
+INSPECTED, PAGE_WEIGHTS = 200, 44_000_000
 COLDEST, HOTTEST = 1e-4, 1e4  # temperatures at which logits are numbers in every dtype
 
 
@@ -310,8 +309,8 @@ def inspect(
         int | None,
         typer.Option(
             min=1,
-            help="Tokens of its beginning. [default: so many that some have left the window, while "
-            f"the page has at most about {PAGE_BYTES / 1e6:.0f} MB]",
+            help="Tokens of its beginning. [default: so many that some have left the window, in a "
+            "page of some megabytes]",
         ),
     ] = None,
     adapter: Adapter = None,
@@ -529,9 +528,9 @@ def _places(config, kept: bool) -> int | None:
 
 def _inspected(config) -> int:
     """Tokens of a page: more than the places of a memory, while it is no larger than it may be."""
-    weights = 1.3 * config.num_hidden_layers * config.num_attention_heads  # bytes, · tokens²
+    heads = config.num_hidden_layers * config.num_attention_heads
     places = _places(config, kept=True) or 0
-    return max(INSPECTED, min(places + places // 4, math.isqrt(int(PAGE_BYTES / weights))))
+    return max(INSPECTED, min(places + places // 4, math.isqrt(PAGE_WEIGHTS // heads)))
 
 
 def _fit(net, tokenizer, text: str, folder: Path, kept_tokens: int) -> None:

@@ -42,7 +42,9 @@ def refused(run, words, *mentions: str, status: int = 1, typed: str | None = "")
     """The only line that is no bar, of a command that ends early and prints nothing else."""
     printed = run(*words, status=status, typed=typed)
     lines = [line.rpartition("\r")[2] for line in printed.err.split("\n")]
-    lines = [line for line in lines if line.strip() and "%|" not in line]
+    lines = [
+        line for line in lines if line.strip() and "it/s" not in line and "token/s" not in line
+    ]
     assert len(lines) == 1 and lines[0].startswith("error: ") and printed.out == "", printed
     assert all(str(mention) in lines[0] for mention in mentions), lines[0]
     return lines[0]
