@@ -4,8 +4,7 @@ Answers and texts go to standard output, everything else to standard error.
 """
 
 import functools
-import hashlib
-import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,19 +12,22 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 from huggingface_hub.constants import HF_HOME
-from transformers import AutoConfig, TextStreamer
+from transformers import TextStreamer
 
 from .cache.cache import InfiniCache
 from .cache.files import MemoryFileError
-from .models.adapter import RECORD, describe, load_adapter, merged, save_adapter
-from .models.loading import load_causal_lm, load_tokenizer
+from .models.adapter import RECORD, load_adapter, merged, save_adapter
+from .models.loading import find_folder, fingerprint, load_causal_lm, load_config, load_tokenizer
 from .models.patching import patch_model, unpatch_model
+from .tools import cache_folder
 from .tools.asking_rows import asking_rows
-from .tools.documents import read_document, read_documents
+from .tools.documents import read_documents
 from .tools.estimate import estimate as estimate_cache
 from .tools.inspection import inspect_attention
 from .tools.inspection.page import inspection_page
 from .tools.keep_score import fit_keep_score
+from .tools.one_line import TRACEBACK, run, say, while_
+from .tools.outputs import check_output, replacing
 from .tools.reader import Reader
 
 # memory files by the content of a text, and fitted scores by the model
@@ -34,8 +36,29 @@ KEPT = Path(HF_HOME) / "hf_infini"
 WINDOW = {"segment_length": 128, "local_segments": 1, "sink_tokens": 4}
 LENGTHS = [8_192, 131_072, 1_048_576]  # of texts, in `estimate`
 KEPT_TOKENS = 1788  # 2,048 places with these
+# of `inspect`: tokens of a model without a memory; and heads · tokens² of a page of some megabytes
+INSPECTED, PAGE_WEIGHTS = 200, 44_000_000
+COLDEST, HOTTEST = 1e-4, 1e4  # temperatures at which logits are numbers in every dtype
 
-Model = Annotated[str, typer.Argument(help="A causal language model: folder or name on the Hub.")]
+
+def _words(given):
+    """Words of the command line, as they were meant: bytes that are no UTF-8 are refused."""
+    for text in [given] if isinstance(given, str) else given or ():
+        if (words := text.encode("utf-8", "replace").decode()) != text:
+            raise typer.BadParameter(f"{words!r} has bytes that are no text in UTF-8.")
+    return given
+
+
+def _temperature(given: float) -> float:
+    if given and not COLDEST <= given <= HOTTEST:
+        raise typer.BadParameter(f"{given} is neither 0 nor from {COLDEST} to {HOTTEST:g}.")
+    return given
+
+
+Model = Annotated[
+    str,
+    typer.Argument(help="A causal language model: folder, GGUF file or name on the Hub."),
+]
 Documents = Annotated[
     list[Path],
     typer.Argument(help="Text, Markdown, HTML or PDF; several are read as one.", exists=True),
@@ -67,11 +90,15 @@ def ask(
     question: Annotated[
         list[str] | None,
         typer.Option(
-            "--question", "-q", help="Asked of the documents; without one, a chat begins."
+            "--question",
+            "-q",
+            help="Asked of the documents; without one, a chat begins.",
+            callback=_words,
         ),
     ] = None,
     memory: Annotated[
-        Path | None, typer.Option(help="Memory file. [default: by the content, in a cache folder]")
+        Path | None,
+        typer.Option(help="Memory file. [default: by the content, see `cache`]", dir_okay=False),
     ] = None,
     chat_template: Annotated[
         bool, typer.Option(help="The model's own template, or plain questions and answers.")
@@ -88,44 +115,38 @@ def ask(
     adapter gets a window and kept tokens, whose score is fitted first, on text of the documents;
     that is kept, too.
     """
-    text = read_documents(documents)
+    if memory is not None:
+        check_output("--memory", memory, *documents)
+    text = _text_of(documents)
     net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, text)
     tokenizer.chat_template = tokenizer.chat_template if chat_template else None
     reader = Reader(net, tokenizer)
-    key = _hash(
-        model,
-        adapter,
-        net.config.to_json_string(),
-        str(net.dtype),
-        str(tokenizer.chat_template),
-        text,
-    )
+    roles = ("user", "assistant", "user")
+    with while_("applying the chat template of", model, "--no-chat-template asks without it."):
+        reader.rendered([{"role": role, "content": "?"} for role in roles])
+    template = str(tokenizer.chat_template)
+    key = cache_folder.key_of(net, net.dtype, fingerprint(tokenizer), template, text)
     file = memory or KEPT / "memories" / f"{key}.safetensors"
-    try:
-        cache = reader.read_document(text, file=file)
-    except MemoryFileError as error:
-        if memory is not None:
-            raise
-        _say(f"reading again, for {error}")
-        file.unlink(missing_ok=True)
-        cache = reader.read_document(text, file=file)
+    cache = _read(reader.read_document, text, file, mend=memory is None)
+    if memory is None:
+        names = [str(document) for document in documents]
+        cache_folder.note(file, model=model, adapter=adapter, documents=names)
     tokens = cache.get_seq_length()
     plain = estimate_cache(net.config, tokens).plain
-    _say(
+    say(
         f"{tokens:,} tokens in a cache of {cache.nbytes() / 1e6:,.1f} MB, all keys and values: "
         f"{plain / 1e6:,.1f} MB"
     )
-    _say(f"memory file: {file}")
+    say(f"memory file: {file}")
     answer = functools.partial(
         reader.chat, max_new_tokens=max_new_tokens, streamer=_streamer(tokenizer)
     )
     for asked in question or ():
-        _say(f"> {asked}")
-        answer([{"role": "user", "content": asked}])
-    messages = []
-    while not question and (asked := _typed()):
-        messages.append({"role": "user", "content": asked})
-        messages.append({"role": "assistant", "content": answer(messages)})
+        say(f"> {asked}")
+        with while_("answering", repr(asked), kept=f"{file} is kept: nothing is read again"):
+            answer([{"role": "user", "content": asked}])
+    if not question:
+        _chat(answer, file)
 
 
 @app.command()
@@ -133,7 +154,10 @@ def read(
     model: Model,
     documents: Documents,
     out: Annotated[
-        Path, typer.Option(help="Memory file to write; after a kill the same command goes on.")
+        Path,
+        typer.Option(
+            help="Memory file to write; after a kill the same command goes on.", dir_okay=False
+        ),
     ],
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
@@ -141,11 +165,13 @@ def read(
     dtype: Dtype = "auto",
 ) -> None:
     """Reads documents once, and writes a memory file for `continue`."""
-    text = read_documents(documents)
+    check_output("--out", out, *documents)
+    text = _text_of(documents)
     net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, text)
-    cache = Reader(net, tokenizer).read(text, file=out, split_special_tokens=True)
+    reading = functools.partial(Reader(net, tokenizer).read, split_special_tokens=True)
+    cache = _read(reading, text, out)
     plain = estimate_cache(net.config, cache.get_seq_length()).plain
-    _say(
+    say(
         f"{out}: {out.stat().st_size:,} bytes for {cache.get_seq_length():,} tokens; all keys "
         f"and values: {plain:,}"
     )
@@ -158,10 +184,17 @@ def go_on(
         Path, typer.Argument(help="Memory file of `read`.", exists=True, dir_okay=False)
     ],
     texts: Annotated[
-        list[str], typer.Argument(help="What comes next; each of several goes on from the memory.")
+        list[str],
+        typer.Argument(
+            help="What comes next; each of several goes on from the memory.", callback=_words
+        ),
     ],
     temperature: Annotated[
-        float, typer.Option(min=0, help="Above 0 tokens are drawn; 0: the likeliest.")
+        float,
+        typer.Option(
+            help=f"From {COLDEST} to {HOTTEST:g} tokens are drawn; 0: the likeliest.",
+            callback=_temperature,
+        ),
     ] = 0,
     max_new_tokens: NewTokens = 200,
     adapter: Adapter = None,
@@ -175,19 +208,19 @@ def go_on(
     them.
     """
     net, tokenizer = _load(model, adapter, kept_tokens, device, dtype)
-    reader = Reader(net, tokenizer, cache=InfiniCache.from_pretrained(memory, net))
+    with while_("loading the memory file", memory, "`hf-infini read` writes it again."):
+        reader = Reader(net, tokenizer, cache=InfiniCache.from_pretrained(memory, net))
     options: dict[str, Any] = (
         {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     )
-    if len(texts) == 1:
-        reader.generate(
-            texts[0], streamer=_streamer(tokenizer), max_new_tokens=max_new_tokens, **options
-        )
-        return
-    for text, more in zip(
-        texts, reader.generate(texts, max_new_tokens=max_new_tokens, **options), strict=True
-    ):
-        _say(f"> {text}")
+    options["max_new_tokens"] = max_new_tokens
+    with while_("going on from", memory, kept="the memory file is as it was"):
+        if len(texts) == 1:
+            reader.generate(texts[0], streamer=_streamer(tokenizer), **options)
+            return
+        found = reader.generate(texts, **options)
+    for text, more in zip(texts, found, strict=True):
+        say(f"> {text}")
         print(more)
 
 
@@ -203,8 +236,10 @@ def fit(
     dtype: Dtype = "auto",
 ) -> None:
     """Fits on documents which tokens are worth keeping, for --adapter."""
-    _fit(*_loaded(model, device, dtype), read_documents(documents), out, kept_tokens)
-    _say(f"{out}: use it with --adapter, or hf_infini.load_adapter")
+    check_output("--out", out)
+    text = _text_of(documents)
+    _fit(*_loaded(model, device, dtype), text, out, kept_tokens)
+    say(f"{out}: use it with --adapter, or hf_infini.load_adapter")
 
 
 @app.command()
@@ -225,10 +260,14 @@ def convert(
 ) -> None:
     """Writes model and memory as one folder. After `import hf_infini`, `from_pretrained` loads
     it."""
+    check_output("--out", out, model, adapter)
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"--out {out} has files already: remove them, or give another folder.")
     net, tokenizer = _load(model, adapter, kept_tokens, "cpu", dtype)
-    net.save_pretrained(out, save_code=code)
-    tokenizer.save_pretrained(out)
-    _say(f"{out}: AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it")
+    with while_("writing", out), replacing(out) as folder:
+        net.save_pretrained(folder, save_code=code)
+        tokenizer.save_pretrained(folder)
+    say(f"{out}: AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it")
 
 
 @app.command()
@@ -238,16 +277,24 @@ def estimate(
         list[int], typer.Option(min=1, help="Length of a text; give several.")
     ] = LENGTHS,
     kept_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that a head keeps on average.")
-    ] = KEPT_TOKENS,
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Tokens that a head keeps on average. [default: {KEPT_TOKENS}, or the model's]",
+        ),
+    ] = None,
 ) -> None:
     """Megabytes of a cache, with all tokens and with a memory. Only the model's configuration is
     needed."""
-    config = AutoConfig.from_pretrained(model)
-    options = {} if hasattr(config, "infini_layers") else WINDOW | {"kept_tokens": kept_tokens}
+    with while_("reading the configuration of", model, _found(model)):
+        config = load_config(model)
+    options: dict[str, Any] = {}
+    if not _has_memory(model, config, None, kept_tokens):
+        options = WINDOW | {"kept_tokens": kept_tokens or KEPT_TOKENS}
+    with while_("estimating", model):
+        found = [estimate_cache(config, count, **options) for count in tokens]
     print(f"{'tokens':>12} {'all':>12} {'memory':>12}")
-    for count in tokens:
-        plain, infini = estimate_cache(config, count, **options)
+    for count, (plain, infini) in zip(tokens, found, strict=True):
         print(f"{count:>12,} {plain / 1e6:>9,.1f} MB {infini / 1e6:>9,.1f} MB")
 
 
@@ -259,8 +306,13 @@ def inspect(
     ],
     out: Annotated[Path, typer.Option(help="HTML page to write.", dir_okay=False)],
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of its beginning; a head takes 1.3 · tokens² bytes.")
-    ] = 200,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of its beginning. [default: so many that some have left the window, in a "
+            "page of some megabytes]",
+        ),
+    ] = None,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
@@ -268,16 +320,29 @@ def inspect(
 ) -> None:
     """Writes a page of what every head does with a text. It has the weights and, of a memory, what
     is kept."""
+    check_output("--out", out, document)
+    text = _text_of([document])
     net, tokenizer = _loaded(model, device, dtype)
-    net = net if adapter is None else merged(load_adapter(net, adapter, kept_tokens=kept_tokens))
-    ids = tokenizer(read_document(document), add_special_tokens=False, return_tensors="pt")[
-        "input_ids"
-    ][:, :max_tokens]
-    out.write_text(
-        inspection_page(inspect_attention(net, ids, tokenizer), title=Path(model).name),
-        encoding="utf-8",
-    )
-    _say(f"{out}: open it in a browser")
+    if not _has_memory(model, net.config, adapter, kept_tokens):
+        if adapter is None and kept_tokens is not None:
+            raise ValueError(
+                f"{model} has no score of kept tokens: give an --adapter (`hf-infini fit` writes "
+                "one), or leave --kept-tokens out to see the plain model."
+            )
+        net = net if adapter is None else _adapted(net, adapter, kept_tokens)
+    encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)
+    ids = encoded["input_ids"][:, : max_tokens or _inspected(net.config)]
+    seen = _places(net.config, kept=False)
+    if seen is not None and ids.shape[1] <= seen:
+        say(
+            f"none of the {ids.shape[1]:,} tokens has left the window of {seen:,}, so nothing is "
+            "kept yet: give a longer document, or more --max-tokens"
+        )
+    with while_("inspecting", model, "Fewer --max-tokens need less memory."):
+        page = inspection_page(inspect_attention(net, ids, tokenizer), title=Path(model).name)
+    with while_("writing", out), replacing(out) as file:
+        file.write_text(page, encoding="utf-8")
+    say(f"{out}: open it in a browser")
 
 
 @app.command()
@@ -296,23 +361,93 @@ def demo(
     from .tools.demo import Demo
 
     net, tokenizer = _load(model, adapter, kept_tokens, device, dtype)
-    Demo(net, tokenizer).page().launch(server_port=port)
+    with while_("serving the page on", f"--port {port}", kept="the page is closed"):
+        Demo(net, tokenizer).page().launch(server_port=port)
+
+
+@app.command(name="cache")
+def cache_(
+    remove: Annotated[
+        list[str] | None,
+        typer.Option(help="Name, or its beginning, of an entry to remove; give several; or all."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without a question.")] = False,
+) -> None:
+    """Lists what earlier starts have kept, the latest first: memories of texts, and fitted scores.
+    Removes them with --remove."""
+    with while_("reading the cache folder", KEPT):
+        kept = cache_folder.entries(KEPT)
+        chosen = cache_folder.chosen(kept, remove or ())
+    size = sum(one.bytes for one in chosen or kept) / 1e6
+    if not remove:
+        print(cache_folder.listed(kept))
+        say(f"{len(kept)} entries, {size:,.1f} MB, in {KEPT}; --remove NAME or all removes them")
+        return
+    print(cache_folder.listed(chosen))
+    asked = f"Remove these {len(chosen)}, {size:,.1f} MB? [y/N] "
+    if not yes and _typed(asked).strip().lower() not in ("y", "yes"):
+        raise ValueError("nothing was removed: answer y, or give --yes.")
+    with while_("removing from", KEPT, kept="some entries are removed; the same command goes on"):
+        cache_folder.remove(chosen)
+    say(f"{len(chosen)} entries removed, {size:,.1f} MB")
+
+
+@app.callback()
+def _main(
+    traceback: Annotated[  # `run` takes it from wherever it is
+        bool, typer.Option(TRACEBACK, help="Show where an error comes from; also after a command.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:
     """Runs the command; what ends it early is one line on standard error."""
-    try:
-        app()
-    except KeyboardInterrupt:
-        _say("")
-        raise SystemExit(130) from None
-    except ModuleNotFoundError as error:
-        extra = "demo" if error.name == "gradio" else "documents"
-        _say(f"error: {error.name} is not installed: pip install 'hf-infini[{extra}]'")
-        raise SystemExit(1) from None
-    except (ValueError, OSError) as error:
-        _say(f"error: {' '.join(str(error).split())}")
-        raise SystemExit(1) from None
+    run(app)
+
+
+def _text_of(documents: list[Path]) -> str:
+    with while_("reading", ", ".join(map(str, documents)), "Is it damaged, or of another kind?"):
+        return read_documents(documents)
+
+
+def _read(read, text: str, file: Path, mend: bool = False) -> InfiniCache:
+    """What `read` of a [`Reader`] gives; `mend`: whether a file that does not fit is replaced."""
+    partial = file.with_name(f"{file.name}.partial")
+
+    def left() -> str:
+        if partial.exists():
+            return (
+                f"{partial} has what was read until a minute ago, or less; the same command goes on"
+            )
+        return "nothing was kept in the first minute; the same command begins again"
+
+    remedy = "Is there room, and may it be written? --memory, --out or HF_HOME name another place."
+    with while_("reading the text into", file, remedy, left):
+        try:
+            return read(text, file=file)
+        except MemoryFileError as error:
+            if not mend:
+                raise
+            say(f"reading again, for {error}")
+            for each in (file, partial):
+                each.unlink(missing_ok=True)
+            return read(text, file=file)
+
+
+def _chat(answer, file: Path) -> None:
+    """Questions from standard input, until an empty line or its end. Ctrl-C stops an answer, and at
+    the prompt the chat."""
+    messages: list[dict[str, str]] = []
+    while asked := _typed("> ", file):
+        question = {"role": "user", "content": asked}
+        with while_("answering", repr(asked), kept=f"{file} is kept: nothing is read again"):
+            try:
+                said = answer([*messages, question])
+            except KeyboardInterrupt:
+                say("\nstopped: the chat goes on without this question; an empty line ends it")
+                continue
+        messages += [question, {"role": "assistant", "content": said}]
 
 
 def _load(
@@ -325,50 +460,83 @@ def _load(
 ):
     """A model with a memory and its tokenizer; `text`: on which the score of a plain one may be
     fitted."""
+    if adapter is not None:
+        find_folder(adapter, "adapter folder")  # before the model, which takes longer
     net, tokenizer = _loaded(model, device, dtype)
-    if hasattr(net.config, "infini_layers"):
-        if adapter is not None or kept_tokens is not None:
-            raise ValueError(
-                f"{model} has the options of its memory: leave --adapter and --kept-tokens out."
-            )
+    if _has_memory(model, net.config, adapter, kept_tokens):
         return net, tokenizer
     # of the model, and of how it is fitted
-    fitted = KEPT / "scores" / _hash(json.dumps(describe(net)), "shares")
+    fitted = KEPT / "scores" / cache_folder.key_of(net, "shares")
     if adapter is None and not (fitted / RECORD).exists():  # the file that is written last
         if text is None:
             raise ValueError(
                 f"{model} has no memory: give the --adapter with which the text was read."
             )
+        check_output("HF_HOME", fitted)
         _fit(net, tokenizer, text, fitted, KEPT_TOKENS)
+        cache_folder.note(fitted, model=model)
         unpatch_model(net)
-    try:
-        net = merged(load_adapter(net, adapter or fitted, kept_tokens=kept_tokens))
-    except OSError as error:
-        raise ValueError(f"cannot load the adapter {adapter or fitted}: {error}") from error
-    return net.eval(), tokenizer
+    return _adapted(net, adapter or str(fitted), kept_tokens).eval(), tokenizer
+
+
+def _has_memory(model: str, config, adapter: str | None, kept_tokens: int | None) -> bool:
+    """Whether a model has a memory; ValueError where it has one and options of one are given."""
+    if not hasattr(config, "infini_layers"):
+        return False
+    if adapter is not None or kept_tokens is not None:
+        raise ValueError(
+            f"{model} has the options of its memory: leave --adapter and --kept-tokens out."
+        )
+    return True
+
+
+def _adapted(net, adapter: str, kept_tokens: int | None):
+    with while_("loading the adapter", adapter, _found(adapter)):
+        place = find_folder(adapter, "adapter folder") or adapter
+        return merged(load_adapter(net, str(place), kept_tokens=kept_tokens))
 
 
 def _loaded(model: str, device: str, dtype: str):
     """A model as it was saved, on a device, and its tokenizer."""
-    try:
+    option = f"--device {device}"
+    with while_("using", option, "cpu can be used."):
+        found: Any = device
+        if device == "auto":
+            found = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        torch.ones(1, device=found).cpu()  # now, and not after the model is read
+    with while_("loading the model", model, _found(model)):
         net: Any = load_causal_lm(model, dtype=dtype)
         tokenizer = load_tokenizer(model, net)
-    except OSError as error:
-        raise ValueError(f"cannot load {model}: {error}") from error
-    found = (
-        torch.accelerator.current_accelerator(check_available=True) if device == "auto" else device
-    )
-    try:
-        return net.eval().to(found or "cpu"), tokenizer
-    except (AssertionError, RuntimeError) as error:  # of torch: unknown, not there, or too small
-        raise ValueError(f"--device {device} cannot be used; cpu can: {error}") from error
+    with while_("moving the model to", option, "cpu can be used."):
+        return net.eval().to(found), tokenizer
+
+
+def _found(name: str) -> str:
+    """What helps where something cannot be loaded."""
+    if Path(name).expanduser().exists():
+        return "Its files may be damaged, not whole, or of a kind that cannot be taken."
+    return f"There is no folder {name} in {Path.cwd()}, either."
+
+
+def _places(config, kept: bool) -> int | None:
+    """Tokens that the softmax of a model with a memory sees at most, with or without the `kept`
+    ones; `None` without a memory."""
+    if not getattr(config, "infini_layers", None):
+        return None
+    return config.places - (0 if kept else config.kept_tokens or 0)
+
+
+def _inspected(config) -> int:
+    """Tokens of a page: more than the places of a memory, while it is no larger than it may be."""
+    heads = config.num_hidden_layers * config.num_attention_heads
+    places = _places(config, kept=True) or 0
+    return max(INSPECTED, min(places + places // 4, math.isqrt(PAGE_WEIGHTS // heads)))
 
 
 def _fit(net, tokenizer, text: str, folder: Path, kept_tokens: int) -> None:
     """Gives a plain model a window and kept tokens, fits their score, and writes it."""
     if hasattr(net.config, "infini_layers"):
         raise ValueError("this model has a memory already; a score is fitted for a plain one.")
-    folder.mkdir(parents=True, exist_ok=True)  # now, if it cannot be made, and not after the fit
     options: dict[str, Any] = WINDOW | {
         "kept_tokens": kept_tokens,
         "keep_score": "learned",
@@ -377,29 +545,28 @@ def _fit(net, tokenizer, text: str, folder: Path, kept_tokens: int) -> None:
     if net.config.model_type == "gpt2":
         options["position_encoding"] = "segment"  # texts longer than its positions
     patch_model(net, **options)
-    _say("fitting which tokens are worth keeping; this is done once for a model")
-    fit_keep_score(
-        net, asking_rows(tokenizer, text, length=min(1700, net.config.max_position_embeddings))
-    )
-    save_adapter(net, folder, torch.bfloat16)
+    say("fitting which tokens are worth keeping; this is done once for a model")
+    again = "nothing is kept of a fit: the same command begins it again"
+    with while_("fitting into", folder, "--adapter takes a score that was fitted before.", again):
+        length = min(1700, net.config.max_position_embeddings)
+        fit_keep_score(net, asking_rows(tokenizer, text, length=length))
+        save_adapter(net, folder, torch.bfloat16)
 
 
-def _typed() -> str:
-    """A question from standard input; empty at its end."""
-    print("> ", end="", file=sys.stderr, flush=True)
-    try:
-        return input()
-    except EOFError:
-        return ""
+def _typed(prompt: str, file: Path | None = None) -> str:
+    """A line from standard input; empty at its end, or where it is closed. `file`: what is kept
+    when Ctrl-C comes."""
+    with while_("waiting for a line", kept=f"{file} is kept" if file else "nothing was changed"):
+        if sys.stdin is None:
+            return ""
+        if sys.stderr is not None:
+            print(prompt, end="", file=sys.stderr, flush=True)
+        try:
+            return _words(input())
+        except EOFError:
+            say("")
+            return ""
 
 
 def _streamer(tokenizer) -> TextStreamer:
     return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
-
-def _hash(*parts: str | None) -> str:
-    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

@@ -1,26 +1,94 @@
-"""A language model and its tokenizer from any folder: whole, and fitting each other."""
+"""A language model and its tokenizer from any folder, also of a GGUF: whole, and fitting each
+other."""
 
 import hashlib
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from ..layers.memory_layer import PARAMETERS, memory_layers
 
+GGUF = ".gguf"
+
+
+def find_folder(path: str | Path, what: str = "folder") -> Path | None:
+    """The folder or file of a path, or `None` where it is a name on the Hub. FileNotFoundError,
+    which calls it `what`, where it is neither: what begins as a path does, can be no name on the
+    Hub, or would be in a folder that is there."""
+    name, place = str(path), Path(path).expanduser()
+    if name and place.exists():
+        return place
+    parent = place.parent
+    try:
+        validate_repo_id(name)
+        begun = name.startswith(("/", ".", "~")) or (parent != Path() and parent.exists())
+    except HFValidationError:
+        begun = True
+    if begun:
+        raise FileNotFoundError(
+            f"no such {what}: {name or repr(name)}"
+            + ("" if place.is_absolute() else f" (in {Path.cwd()})")
+            + ("" if parent.exists() else f"; there is no {parent} either")
+        )
+    return None
+
+
+def model_files(path: str | Path) -> dict[str, Any]:
+    """What `from_pretrained` takes for a folder, a name on the Hub, a GGUF file, or a folder that
+    has one and no other weights. FileNotFoundError as [`find_folder`]; ValueError where a folder
+    has several, and ModuleNotFoundError where what reads them is not installed."""
+    place = find_folder(path, "model folder")
+    if place is None:
+        return {"pretrained_model_name_or_path": str(path)}
+    if place.is_dir():
+        found = sorted(place.glob(f"*{GGUF}"))
+        if not found or any(place.glob("*.safetensors")) or any(place.glob("*.bin")):
+            return {"pretrained_model_name_or_path": str(place)}
+        if len(found) > 1:
+            names = ", ".join(file.name for file in found)
+            raise ValueError(f"{path} has several GGUF files: name one of {names} as the model.")
+        [place] = found
+    if place.suffix.lower() != GGUF:
+        raise ValueError(
+            f"{path} is a file: give the folder of a model, which has its config.json, or a GGUF "
+            "file."
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise ModuleNotFoundError(
+            f"{path} is a GGUF file, which the package gguf reads: pip install gguf", name="gguf"
+        )
+    return {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
+
+
+def load_config(path: str | Path) -> PreTrainedConfig:
+    """The configuration of a model; errors as of [`model_files`] and `from_pretrained`."""
+    return AutoConfig.from_pretrained(**model_files(path), trust_remote_code=False)
+
 
 def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
-    """The causal language model of a folder or Hub name, with the options and errors of
-    `from_pretrained`. Its code is not run, unless `trust_remote_code=True` is given. ValueError
-    where weights other than those of a memory are missing."""
+    """The causal language model of a folder, a Hub name or a GGUF file ([`model_files`]), with the
+    options and errors of `from_pretrained`. Its code is not run, unless `trust_remote_code=True` is
+    given. The weights of a GGUF become plain ones, in float32 if no other `dtype` is given.
+    ValueError where weights other than those of a memory are missing, or not finite."""
     options = {"trust_remote_code": False, "output_loading_info": True} | options
-    model, info = AutoModelForCausalLM.from_pretrained(path, **options)
+    files = model_files(path)
+    model, info = AutoModelForCausalLM.from_pretrained(**files, **options)
+    if "gguf_file" in files:  # the weights are plain numbers now, and are saved as such
+        model.hf_quantizer = None
+        vars(model.config).pop("quantization_config", None)
     new = tuple(f"{layer}.{name}" for layer in memory_layers(model) for name in PARAMETERS)
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(new))
     if missing:  # transformers randomly initialises them
@@ -28,17 +96,30 @@ def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
             f"the weights of {path} are incomplete: {len(missing)} tensors, such as "
             f"{missing[0]}, are missing."
         )
+    broken = [name for name, weight in model.named_parameters() if not _is_finite(weight.data)]
+    if broken:
+        raise ValueError(
+            f"the weights of {path} are damaged: {len(broken)} tensors, such as {broken[0]}, have "
+            "numbers that are not finite."
+        )
     return model
+
+
+def _is_finite(weight: Tensor) -> bool:
+    """Whether all numbers are; of those that are not plain (quantized, elsewhere) nobody knows."""
+    plain = type(weight) is Tensor and weight.is_floating_point() and weight.itemsize > 1
+    return not plain or weight.is_meta or bool(weight.isfinite().all())
 
 
 def load_tokenizer(
     path: str | Path, model: PreTrainedModel | None = None, **options
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or Hub name, with the options and errors of `from_pretrained`. Its
-    code is not run, unless `trust_remote_code=True` is given. ValueError where there is none, or
-    where it is not that of the `model` that is to read its ids: if the configuration has a
-    `tokenizer_sha256`, [`fingerprint`] must give the same."""
-    tokenizer = AutoTokenizer.from_pretrained(path, **{"trust_remote_code": False} | options)
+    """The tokenizer of a folder, Hub name or GGUF file ([`model_files`]), with the options and
+    errors of `from_pretrained`. Its code is not run, unless `trust_remote_code=True` is given.
+    ValueError where there is none, or where it is not that of the `model` that is to read its ids:
+    if the configuration has a `tokenizer_sha256`, [`fingerprint`] must give the same."""
+    options = {"trust_remote_code": False} | options
+    tokenizer = AutoTokenizer.from_pretrained(**model_files(path), **options)
     # that transformers makes without files
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(

@@ -2,11 +2,13 @@
 
 from typing import NamedTuple
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import AutoModel, PreTrainedConfig
 
 from ..cache.cache import cache_bytes, dtype_of
-from ..models.families import infini_config
+from ..models.families import infini_class, infini_config
 from ..models.patching import convert_config
+from ..models.structure import attention_layers, decoder_of
 from ..ops.checks import check_types
 from ..options import check_number, key_heads, layer_kinds
 
@@ -28,6 +30,10 @@ def estimate(config: PreTrainedConfig, tokens: int, **options) -> Estimate:
     check_number("tokens", tokens, {"at_least": 1})
     if not hasattr(config, "infini_layers"):
         config = config.get_text_config(decoder=True)
+        with torch.device("meta"):  # its modules, without weights: an encoder has others
+            base = decoder_of(AutoModel.from_config(config))
+        for attention in attention_layers(base):
+            infini_class(type(attention))
         config = convert_config(config, infini_config(type(config)), **options)
     elif options:
         raise ValueError(

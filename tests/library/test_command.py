@@ -1,11 +1,9 @@
 """The command: documents in, answers out; the second start reads nothing. And what it is made
 of."""
 
-import io
 import re
 import shlex
 import string
-import sys
 import tomllib
 from pathlib import Path
 
@@ -13,17 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from corpora.tokenization import build_character_tokenizer, train_bpe
+from commands import TEXT, command_in, save_models
+from corpora.tokenization import build_character_tokenizer
 from decoders import decoder
 from hf_infini import InfiniCache, command, estimate, load_adapter, patch_model
 from hf_infini.cache.files import read_memory_file
 from hf_infini.compat.cache_name import CACHE
 from hf_infini.tools.asking_rows import asking_rows, fact_forms
 from hf_infini.tools.documents import read_document
-from models import gpt2, infini_gpt2, token_ids
+from models import gpt2, token_ids
 from running import ROOT, sample_text
 
-TEXT = sample_text()[:600].strip()
 PDF = """1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj
 2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj
 3 0 obj<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 100]/Contents 4 0 R
@@ -155,37 +153,12 @@ def test_an_estimate_is_what_the_caches_hold(model_type, tokens=40):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """A plain model, one with a memory, and a document; their tokens are pieces of words."""
-    base = tmp_path_factory.mktemp("command")
-    tokenizer = train_bpe([sample_text()], 400)
-    tokenizer.chat_template = (
-        "{% for turn in messages %}<|endoftext|>{{ turn.role }}\n{{ turn.content }}\n{% endfor %}"
-    )
-    plain = decoder("llama", vocab_size=400, pad_token_id=tokenizer.pad_token_id)
-    models = {"plain": plain, "memory": infini_gpt2(vocab_size=400, position_encoding="rope")}
-    for name, model in models.items():
-        for part in (model, tokenizer):
-            part.save_pretrained(base / name)
-    (base / "play.txt").write_text(TEXT, encoding="utf-8")
-    return {name: base / name for name in (*models, "play.txt")}
+    return save_models(tmp_path_factory.mktemp("command"))
 
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """Runs the command in this process: what it printed, on standard output and on standard
-    error."""
-    monkeypatch.setattr(command, "KEPT", tmp_path / "kept")
-
-    def call(*words, status: int | None = 0, typed: str = ""):
-        monkeypatch.setattr(sys, "argv", ["hf-infini", *map(str, words)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-        with pytest.raises(SystemExit) as stop:
-            command.main()
-        printed = capsys.readouterr()
-        assert (stop.value.code or 0) == status, printed.err
-        return printed
-
-    return call
+    return command_in(tmp_path / "kept", monkeypatch, capsys)
 
 
 def answer(folder: Path, *turns: str, tokens: int = 5) -> str:
@@ -220,7 +193,7 @@ def test_ask_reads_once(folders, run, tmp_path):
     ]
     assert first.out == "".join(f"{text}\n" for text in wanted)
     assert "100%" in first.err and "> Who speaks?" in first.err
-    [file] = (tmp_path / "kept" / "memories").iterdir()
+    [file] = (tmp_path / "kept" / "memories").glob("*.safetensors")
     assert f"memory file: {file}" in first.err
     # A chat, in which the memory is there already
     second = run(*words, typed="Who speaks?\nWhere?\n")
@@ -234,7 +207,7 @@ def test_ask_reads_once(folders, run, tmp_path):
     third = run(*words, "-q", "Where?")
     assert third.out == f"{wanted[1]}\n" and "reading again" in third.err and "damaged" in third.err
     plain = run(*words, "-q", "Where?", "--no-chat-template")
-    assert len([*file.parent.iterdir()]) == 2 and plain.err.count("reading") >= 1
+    assert len([*file.parent.glob("*.safetensors")]) == 2 and plain.err.count("reading") >= 1
 
 
 def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
@@ -245,7 +218,7 @@ def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
     words = [folders["plain"], folders["play.txt"], "--device", "cpu"]
     first = run("ask", *words, "-q", "Who?", "--max-new-tokens", 3)
     assert "fitting which tokens are worth keeping" in first.err
-    [scores] = (tmp_path / "kept" / "scores").iterdir()
+    [scores] = filter(Path.is_dir, (tmp_path / "kept" / "scores").iterdir())
     second = run("ask", *words, "-q", "Who?", "--max-new-tokens", 3)
     assert second.out == first.out and "fitting" not in second.err
     # The same score as an adapter, a memory file that goes on, and a model of one folder
@@ -317,13 +290,13 @@ def test_estimate_prints_a_table(folders, run):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["ask", "nowhere", "DOC"], "cannot load nowhere"),
+        (["ask", "nowhere", "DOC"], "while loading the model nowhere: "),
         (
             ["ask", "MEMORY", "DOC", "--kept-tokens", 8],
             "has the options of its memory: leave --adapter and",
         ),
-        (["ask", "PLAIN", "DOC", "--adapter", "nowhere"], "cannot load the adapter nowhere"),
-        (["ask", "MEMORY", "DOC", "--device", "gpu"], "--device gpu cannot be used; cpu can: "),
+        (["ask", "PLAIN", "DOC", "--adapter", "nowhere"], "while loading the adapter nowhere: "),
+        (["ask", "MEMORY", "DOC", "--device", "gpu"], "while using --device gpu: "),
         (["fit", "MEMORY", "DOC", "--out", "x"], "has a memory already"),
         (["continue", "PLAIN", "DOC", "text"], "give the --adapter with which the text was read"),
         (["continue", "MEMORY", "DOC", "text"], "damaged or no memory file"),
@@ -358,7 +331,7 @@ def test_every_command_of_the_page_runs(folders, run, tmp_path, monkeypatch):
         if "hf-infini " in line
     ]
     known = {one.name or one.callback.__name__ for one in command.app.registered_commands}
-    assert {line.split()[1] for line in commands} == known - {"demo"}
+    assert {line.split()[1] for line in commands} | {"demo", "cache"} == known
     for line in commands:
         name, _, *words = shlex.split(line)[1:]
         run(name, folders["plain"], *words, typed="Who?\n")

@@ -1,0 +1,390 @@
+"""What ends the command early: whatever is broken, one line that says what and where, a status, and
+no file of the user's is changed."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from bad_input import contents
+from commands import command_in, save_models
+from hf_infini import command, patch_model, save_adapter
+from hf_infini.models.loading import find_folder
+from hf_infini.tools.one_line import Ended, one_line, while_
+
+WEIGHTS = "model.safetensors"
+OPTIONS = {"segment_length": 16, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("command")
+    folders = save_models(base)
+    model = AutoModelForCausalLM.from_pretrained(folders["plain"])
+    save_adapter(patch_model(model, **OPTIONS, keep_score="learned"), base / "adapter")
+    return folders | {"adapter": base / "adapter"}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    return command_in(tmp_path / "kept", monkeypatch, capsys)
+
+
+def refused(run, words, *mentions: str, status: int = 1, typed: str | None = "") -> str:
+    """The only line that is no bar, of a command that ends early and prints nothing else."""
+    printed = run(*words, status=status, typed=typed)
+    lines = [line.rpartition("\r")[2] for line in printed.err.split("\n")]
+    lines = [
+        line for line in lines if line.strip() and "it/s" not in line and "token/s" not in line
+    ]
+    assert len(lines) == 1 and lines[0].startswith("error: ") and printed.out == "", printed
+    assert all(str(mention) in lines[0] for mention in mentions), lines[0]
+    return lines[0]
+
+
+def commands_of(model, folders, tmp_path, *options):
+    """Each command that reads a model, by its name."""
+    document, plain = folders["play.txt"], ["--device", "cpu", *options]
+    return {
+        "ask": ["ask", model, document, "-q", "Who?", "--max-new-tokens", 2, *plain],
+        "read": ["read", model, document, "--out", tmp_path / "memory", *plain],
+        "inspect": ["inspect", model, document, "--out", tmp_path / "page.html", *plain],
+        "convert": ["convert", model, "--out", tmp_path / "whole", *options],
+    }
+
+
+def cut(name: str, share: float):
+    """Keeps this share of a file."""
+
+    def damage(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: int(len(content) * share)])
+
+    return damage
+
+
+def text(name: str, content: str):
+    return lambda folder: (folder / name).write_text(content, encoding="utf-8")
+
+
+def entries(name: str, **changes):
+    def damage(folder: Path) -> None:
+        values = json.loads((folder / name).read_text("utf-8"))
+        (folder / name).write_text(json.dumps(values | changes), encoding="utf-8")
+
+    return damage
+
+
+def pickled(content: bytes):
+    """Weights of the older kind."""
+
+    def damage(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        (folder / "pytorch_model.bin").write_bytes(content)
+
+    return damage
+
+
+def not_finite(folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    weights[max(weights)].view(-1)[3] = math.nan
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+OWN_CODE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+BROKEN_MODELS = {
+    **{f"weights cut to {share}": cut(WEIGHTS, share) for share in (0, 0.001, 0.5, 0.99)},
+    "weights of text": text(WEIGHTS, "Hello" * 50),
+    "weights with NaN": not_finite,
+    "pickle of nothing": pickled(b""),
+    "pickle of text": pickled(b"version https://git-lfs.github.com/spec/v1\n"),
+    "more tokens": entries("config.json", vocab_size=500),
+    "fewer tokens": entries("config.json", vocab_size=100),
+    "wider": entries("config.json", hidden_size=96),
+    "configuration []": text("config.json", "[]"),
+    "configuration null": text("config.json", "null"),
+    "configuration cut": cut("config.json", 0.5),
+    "unknown family": entries("config.json", model_type="teapot"),
+    "own code": entries("config.json", model_type="own", auto_map=OWN_CODE),
+    **{
+        f"family {kind}": entries("config.json", model_type=kind) for kind in ("t5", "clip", "bert")
+    },
+    "layers of text": entries("config.json", num_hidden_layers="two"),
+    "tokenizer cut": cut("tokenizer.json", 0.7),
+    "tokenizer {}": text("tokenizer.json", "{}"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BROKEN_MODELS)
+def test_a_broken_model_is_told_in_one_line(kind, folders, run, tmp_path):
+    model = shutil.copytree(folders["plain"], tmp_path / "model")
+    BROKEN_MODELS[kind](model)
+    before = contents(model)
+    for words in commands_of(model, folders, tmp_path, "--adapter", folders["adapter"]).values():
+        refused(run, words, model)
+    assert contents(model) == before and not (tmp_path / "kept").exists()
+    assert {path.name for path in tmp_path.iterdir()} <= {"model"}
+
+
+def of_record(content: str):
+    return text("infini_adapter.json", content)
+
+
+BROKEN_ADAPTERS = {
+    **{f"record {content}": of_record(content) for content in ("", "[]", "null", "3", "{}", "{a")},
+    "no options": entries("infini_adapter.json", options=None),
+    "other options": entries("infini_adapter.json", options={"segment_length": "many"}),
+    "no model": entries("infini_adapter.json", model=[]),
+    "record cut": cut("infini_adapter.json", 0.5),
+    "weights cut": cut("infini_adapter.safetensors", 0.5),
+    "no weights": lambda folder: (folder / "infini_adapter.safetensors").unlink(),
+    "LoRA of nothing": text("adapter_config.json", "{}"),
+    "LoRA null": text("adapter_config.json", "null"),
+    "nothing": lambda folder: [file.unlink() for file in folder.iterdir()],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BROKEN_ADAPTERS)
+def test_a_broken_adapter_is_told_in_one_line(kind, folders, run, tmp_path):
+    adapter = shutil.copytree(folders["adapter"], tmp_path / "adapter")
+    BROKEN_ADAPTERS[kind](adapter)
+    before, model = contents(tmp_path), folders["plain"]
+    for words in commands_of(model, folders, tmp_path, "--adapter", adapter).values():
+        refused(run, words, adapter)
+    assert contents(tmp_path) == before
+
+
+TEMPLATES = (
+    "{% if",
+    "{{ 1 / 0 }}",
+    "{{ raise_exception('no') }}",
+    "{{ messages.x() }}",
+    "{{ {}.a.b }}",
+)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_broken_chat_template_names_the_option_without_it(template, folders, run, tmp_path):
+    model = shutil.copytree(folders["memory"], tmp_path / "model")
+    text("chat_template.jinja", template)(model)
+    words = ["ask", model, folders["play.txt"], "--max-new-tokens", 2, "-q", "Who?"]
+    refused(run, words, model, "--no-chat-template asks without it", "--traceback shows more")
+    assert not (tmp_path / "kept").exists()
+    run(*words, "--no-chat-template")
+
+
+# --- options
+# --------------------------------------------------------------------------------------------------
+
+BAD_WORDS = {
+    ("--device", "meta"): (1, "--device meta"),
+    ("--device", "gpu"): (1, "--device gpu"),
+    ("--device", "cuda:99"): (1, "--device cuda:99"),
+    ("--device", ""): (1, "--device"),
+    ("--dtype", "int3"): (2, "--dtype"),
+    ("-q", "\udcff"): (2, "--question"),
+    ("--max-new-tokens", "0"): (2, "--max-new-tokens"),
+    ("--kept-tokens", "8"): (1, "leave --adapter and --kept-tokens out"),
+    ("--memory", "FOLDER"): (2, "--memory"),
+    ("--memory", "DOCUMENT"): (1, "--memory"),
+    ("--memory", "DOCUMENT/memory"): (1, "DOCUMENT"),
+    ("--bla",): (2, "--bla"),
+}
+
+
+@pytest.mark.parametrize("words", BAD_WORDS)
+@pytest.mark.parametrize("how", [(), ("--traceback",)])
+def test_words_that_are_wrong_are_named(words, how, folders, run, tmp_path):
+    status, mention = BAD_WORDS[words]
+    names = {"DOCUMENT": str(folders["play.txt"]), "FOLDER": str(tmp_path)}
+    for name, path in names.items():
+        words, mention = [word.replace(name, path) for word in words], mention.replace(name, path)
+    before = contents(folders["memory"].parent)
+    words = ["ask", folders["memory"], folders["play.txt"], *words]
+    if how:  # before and after the command's name
+        for shown in ([*how, *words], [*words, *how]):
+            printed = run(*shown, status=status)
+            assert "Traceback (most recent call last)" in printed.err
+            assert mention in printed.err.splitlines()[-1]
+    else:
+        refused(run, words, mention, status=status)
+    assert contents(folders["memory"].parent) == before
+
+
+@pytest.mark.parametrize("value", ["1e-40", "1e-5", "inf", "nan", "-1", "1e30"])
+def test_a_temperature_at_which_nothing_can_be_drawn_is_refused(value, folders, run):
+    words = ["continue", folders["memory"], folders["play.txt"], "x", "--temperature", value]
+    refused(run, words, "--temperature", "0", status=2)
+
+
+def test_the_coldest_temperature_draws(folders, run, tmp_path):
+    run("read", folders["memory"], folders["play.txt"], "--out", tmp_path / "memory")
+    for value in (command.COLDEST, command.HOTTEST):
+        words = ["--temperature", value, "--max-new-tokens", 2]
+        run("continue", folders["memory"], tmp_path / "memory", " The", *words)
+
+
+@pytest.mark.parametrize(
+    "name", ["./m", "../m", "~/m-none", "/m/none", "a/b/c", "there/none", "a b", "", "a\\b"]
+)
+def test_a_path_that_is_not_there_is_no_name_on_the_hub(name, folders, run, tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no such folder: "):
+        find_folder(name)
+    model, document = folders["plain"], folders["play.txt"]
+    refused(run, ["estimate", name], "no such model folder")
+    refused(run, ["ask", model, document, "--adapter", name], "no such adapter folder")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "org/name"])
+def test_a_name_that_nobody_has_says_both(name, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_folder(name) is None
+    refused(run, ["estimate", name], name, f"There is no folder {name} in {tmp_path}, either.")
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "t5", "bart", "opt", "mamba"])
+def test_an_estimate_of_a_model_without_such_layers_is_refused(kind, run, tmp_path):
+    text("config.json", json.dumps({"model_type": kind}))(tmp_path)
+    refused(run, ["estimate", tmp_path], "cannot have Infini-attention")
+
+
+def test_options_that_would_do_nothing_are_refused(folders, run, tmp_path):
+    page = ["--out", tmp_path / "page.html", "--kept-tokens", 8]
+    for name, mention in (("plain", "give an --adapter"), ("memory", "leave --adapter and")):
+        refused(run, ["inspect", folders[name], folders["play.txt"], *page], mention)
+    refused(run, ["estimate", folders["memory"], "--kept-tokens", 8], "leave --adapter and")
+    assert not [*tmp_path.iterdir()]
+
+
+# --- outputs
+# --------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_written_over_what_is_read(folders, run, tmp_path):
+    base = folders["plain"].parent
+    before = contents(base)
+    convert = ["convert", folders["plain"], "--adapter", folders["adapter"], "--out"]
+    for out in (folders["plain"], folders["adapter"], base / "plain" / ".." / "plain"):
+        refused(run, [*convert, out], "--out", "which is read")
+    refused(run, [*convert, base], "has files already")
+    for name in ("inspect", "read"):
+        words = [name, folders["memory"], folders["play.txt"], "--out", folders["play.txt"]]
+        refused(run, words, "--out", "which is read")
+    assert contents(base) == before
+
+
+@pytest.mark.parametrize("fails", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_folder_is_whole_or_not_there(fails, folders, run, tmp_path, monkeypatch):
+    from transformers import PreTrainedTokenizerFast
+
+    def save_pretrained(*_, **__):  # after the weights were written
+        raise fails
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", save_pretrained)
+    adapter, out = folders["adapter"], tmp_path / "whole"
+    words = ["convert", folders["plain"], "--adapter", adapter, "--out", out]
+    status = 1 if isinstance(fails, OSError) else 130
+    printed = run(*words, status=status)
+    line = printed.err.splitlines()[-1]
+    assert f"while writing {out}: " in line and not [*tmp_path.iterdir()]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_and_a_closed_pipe_end_quietly(folders):
+    """In real processes."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    program = "from hf_infini.command import main; main()"
+    words = f"{sys.executable} -c '{program}' estimate {folders['plain']}"
+    for shell, status, lines in (
+        (f"{words} | true; exit ${{PIPESTATUS[0]}}", (0, 1), 0),
+        (f"{words} > /dev/full", (1,), 1),
+        (f"{words} >&-", (0,), 0),
+    ):
+        done = subprocess.run(
+            ["bash", "-c", shell], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode in status, done.stderr
+        said = [line for line in done.stderr.splitlines() if line.startswith(("error", "Exc"))]
+        assert len(said) == lines and "Traceback" not in done.stderr, done.stderr
+
+
+# --- interruptions
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "left"),
+    [
+        ("fit_keep_score", ["fit", "plain", "DOC", "--out", "OUT"], "nothing is kept of a fit"),
+        ("read_documents", ["read", "memory", "DOC", "--out", "OUT"], "nothing was kept"),
+        ("load_causal_lm", ["ask", "memory", "DOC"], "while loading the model"),
+        ("Reader.read", ["read", "memory", "DOC", "--out", "OUT"], "the same command begins again"),
+        ("Reader.chat", ["ask", "memory", "DOC", "-q", "Who?"], "is kept: nothing is read again"),
+        ("inspect_attention", ["inspect", "memory", "DOC", "--out", "OUT"], "nothing was kept"),
+        ("load_config", ["estimate", "memory"], "while reading the configuration"),
+    ],
+)
+def test_every_step_says_what_an_interruption_leaves(
+    target, words, left, folders, run, tmp_path, monkeypatch
+):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"{command.__name__}.{target}", stopped)
+    names = {"DOC": folders["play.txt"], "OUT": tmp_path / "out"} | folders
+    printed = run(*(names.get(word, word) for word in words), status=130)
+    last = printed.err.splitlines()[-1]
+    assert last.startswith("stopped while ") and left in last and not (tmp_path / "out").exists()
+
+
+def test_a_chat_goes_on_after_a_stopped_answer_and_ends_as_input_does(folders, run, monkeypatch):
+    asked, chat = [], command.Reader.chat
+
+    def answer(self, messages, **options):
+        asked.append([turn["content"] for turn in messages])
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        return chat(self, messages, **options)
+
+    monkeypatch.setattr(command.Reader, "chat", answer)
+    words = ["ask", folders["memory"], folders["play.txt"], "--max-new-tokens", 2]
+    printed = run(*words, typed="First?\nSecond?\n\nNever?\n")
+    assert asked == [["First?"], ["Second?"]] and "the chat goes on without" in printed.err
+    for typed in ("", None):  # at its end, and closed
+        assert run(*words, typed=typed).out == ""
+    assert len(asked) == 2
+
+
+# --- the mechanism
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("raised", [KeyError("x"), torch.OutOfMemoryError("much"), MemoryError()])
+def test_the_innermost_step_and_the_kind_are_told(raised):
+    with pytest.raises(Ended) as ended, while_("reading", "all"), while_("using", "X", "Buy one."):
+        raise raised
+    name = type(raised).__name__
+    status, line = one_line(ended.value)
+    assert status == 1 and line.startswith(f"error: while using X: {name}")
+    assert line.endswith("Buy one. (--traceback shows more)") and "\n" not in line
+
+
+def test_an_error_outside_of_all_steps_is_called_a_bug(folders, run, monkeypatch):
+    def wrong(*_):
+        raise KeyError("x")
+
+    monkeypatch.setattr(command, "check_output", wrong)
+    words = ["inspect", folders["memory"], folders["play.txt"], "--out", "x"]
+    refused(run, words, "a bug of hf-infini: KeyError: 'x' (--traceback shows where")
