@@ -5,7 +5,7 @@ import io
 import logging
 import unicodedata
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -219,7 +219,7 @@ def _unreadable(text: str) -> int:
 
 
 @contextlib.contextmanager
-def _said_by(name: str) -> Iterator[list[str]]:
+def _said_by(name: str) -> Generator[list[str]]:
     """What a library logs meanwhile, which then does not go to the terminal."""
     said: list[str] = []
 
