@@ -197,7 +197,7 @@ function headName(layer, head) {
 function buildOverview() {
   const thumbs = $("thumbs"), heads = headsAndMean(withHeads[0]);
   // the last is the mean, whose name is wider than a small picture
-  thumbs.style.gridTemplateColumns = `auto repeat(${heads.length - 1}, minmax(24px, 92px)) minmax(max-content, 92px)`;
+  thumbs.style.gridTemplateColumns = `auto repeat(${heads.length - 1}, minmax(24px, 92px)) minmax(38px, 92px)`;
   const name = text => element("span", {className: "name", textContent: text});
   const made = [name(""), ...heads.map(head => name(head === MEAN ? say("mean") : head))];
   for (const layer of data.layers) {

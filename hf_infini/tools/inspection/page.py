@@ -77,14 +77,16 @@ def _codes(weights: Tensor, floor: float, step: float) -> Tensor:
     """Whole numbers from 0 to 65,535: 0 for a weight whose size is below `floor`, 1 where there is
     none (NaN), and 2n, or 2n + 1 if it is negative, for ± floor · exp((n − 1) · step)."""
     size = weights.abs()
-    number = (size / floor).log().div(step).round().clamp(0, 32_766).nan_to_num().int() + 1
+    number = (size.log() - math.log(floor)).div(step).round().clamp(
+        0, 32_766
+    ).nan_to_num().int() + 1
     codes = (2 * number + (weights < 0)).masked_fill(size < floor, 0)
     return codes.masked_fill(weights.isnan(), 1)
 
 
 def _packed(content: bytes) -> str:
     """Base64 of its zlib stream, by settings for what hardly repeats."""
-    packer = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_FILTERED)
+    packer = zlib.compressobj(6, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_FILTERED)
     return base64.b64encode(packer.compress(content) + packer.flush()).decode("ascii")
 
 
