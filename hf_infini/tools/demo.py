@@ -175,7 +175,7 @@ def _refusal(error: Any, files: Sequence[str] = ()) -> gradio.Error:
     in folders that nobody knows."""
     said = str(error) or type(error).__name__
     for file in files:
-        said = said.replace(str(file), Path(file).name)
+        said = said.replace(file, Path(file).name)
     return gradio.Error(html.escape(said), print_exception=False)
 
 
