@@ -85,7 +85,7 @@ def _codes(weights: Tensor, floor: float, step: float) -> Tensor:
 
 
 def _packed(content: bytes) -> str:
-    """Base64 of its zlib stream, by the settings for noisy bytes; level 9 takes three times as long."""
+    """Base64 of its zlib stream, by the settings for noisy bytes; level 9 takes thrice as long."""
     packer = zlib.compressobj(6, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_FILTERED)
     return base64.b64encode(packer.compress(content) + packer.flush()).decode("ascii")
 
