@@ -1,13 +1,18 @@
 """A page in the browser that reads a document and answers, and shows the cache beside a plain one
 and what heads keep."""
 
+import html
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import gradio
-from transformers import TextIteratorStreamer
+import torch
+from transformers import StoppingCriteria, TextIteratorStreamer
 
 from ..options import key_heads
 from .documents import read_documents
@@ -15,64 +20,106 @@ from .estimate import estimate
 from .reader import Reader
 
 LENGTHS = (8_192, 131_072, 1_048_576)
+# One call of the model at a time, whichever page asks; the others wait
+ONE_AT_A_TIME: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
+
+
+@dataclass(eq=False)
+class Session:
+    """What one page has read, and whether its answer is to stop."""
+
+    reader: Reader
+    stopped: Event = field(default_factory=Event)
+
+
+class Stopped(StoppingCriteria):
+    """Ends an answer at its next token, once the event is set."""
+
+    def __init__(self, event: Event):
+        self.event = event
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
 
 
 class Demo:
-    """What the page does, for one [`Reader`] at a time."""
+    """What the page does; each page that is open has a [`Session`]."""
 
     def __init__(self, model: Any, tokenizer: Any, max_new_tokens: int = 300):
         self.model, self.tokenizer, self.max_new_tokens = model, tokenizer, max_new_tokens
-        self.reader = Reader(model, tokenizer)
+        Reader(model, tokenizer)  # says now, and not on the page, what it cannot take
 
     def read(
         self,
         files: list[str] | None,
         progress=gradio.Progress(track_tqdm=True),  # noqa: B008
-    ) -> tuple[str, list]:
+    ) -> tuple[Session, str, list]:
         """Reads files, and says how large the cache is; a new document begins a new chat."""
         if not files:
-            raise gradio.Error("Choose a document first: text, Markdown, HTML or PDF.")
+            raise _refusal("Choose a document first: text, Markdown, HTML or PDF.")
         try:
-            text = read_documents(files)
-            reader = Reader(self.model, self.tokenizer)
-            cache = reader.read_document(text)
-        except (ValueError, OSError) as error:
-            raise gradio.Error(str(error)) from error
-        self.reader, lines = (
-            reader,
-            ["| tokens | this cache | all keys and values |", "| ---: | ---: | ---: |"],
-        )
+            session = Session(Reader(self.model, self.tokenizer))
+            cache = session.reader.read_document(read_documents(files))
+        except Exception as error:
+            raise _refusal(error, files) from error
+        lines = ["| tokens | this cache | plain cache |", "| ---: | ---: | ---: |"]
         for tokens in (cache.get_seq_length(), *LENGTHS):
             plain = estimate(self.model.config, tokens).plain
-            lines.append(f"| {tokens:,} | {cache.nbytes() / 1e6:,.1f} MB | {plain / 1e6:,.1f} MB |")
-        return "\n".join(lines), []
+            sizes = (f"{size / 1e6:,.1f}\u00a0MB" for size in (cache.nbytes(), plain))
+            lines.append(f"| {tokens:,} | {' | '.join(sizes)} |")
+        return session, "\n".join(lines), []
 
-    def answer(self, question: str, turns: list[dict]) -> Iterator[tuple[str, list[dict]]]:
-        """Adds the question and, as it is made, its answer to the chat."""
-        if not self.reader.document:
-            raise gradio.Error("Read a document first.")
+    def answer(
+        self, question: str, turns: list[dict], session: Session | None
+    ) -> Iterator[tuple[Any, list[dict]]]:
+        """Adds the question and, as it is made, its answer to the chat. Meanwhile the button stops
+        it, and what is typed stays."""
+        if session is None:
+            raise _refusal("Read a document first.")
+        if not question.strip():
+            raise _refusal("Type a question first.")
+        session.stopped.clear()
         messages = [{"role": turn["role"], "content": _words(turn["content"])} for turn in turns]
         messages.append({"role": "user", "content": question})
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         shown = [*messages, {"role": "assistant", "content": ""}]
+        yield gradio.Textbox(value="", submit_btn=False, stop_btn=True), shown
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(
-                self.reader.chat, messages, streamer=streamer, max_new_tokens=self.max_new_tokens
+                session.reader.chat,
+                messages,
+                streamer=streamer,
+                stopping_criteria=[Stopped(session.stopped)],
+                max_new_tokens=self.max_new_tokens,
             )
             # also after an error: the page would wait for ever
             done.add_done_callback(lambda _: streamer.end())
-            for piece in streamer:
-                shown[-1]["content"] += piece
-                yield "", shown
+            try:
+                for piece in streamer:
+                    shown[-1]["content"] += piece
+                    yield gradio.skip(), shown
+            finally:
+                session.stopped.set()  # a page that was closed reads no further
+        asks = {"submit_btn": True, "stop_btn": False}
         if error := done.exception():
-            raise gradio.Error(str(error)) from error
+            yield gradio.Textbox(value=question, **asks), turns
+            raise _refusal(error) from error
+        yield gradio.Textbox(**asks), shown
 
-    def kept(self, layer: int, head: int) -> list[tuple[str, str | None]]:
+    def stop(self, session: Session | None) -> None:
+        """Ends the page's answer, which stays as far as it came."""
+        if session is not None:
+            session.stopped.set()
+
+    def kept(self, layer: int, head: int, session: Session | None) -> list[tuple[str, str | None]]:
         """The document in pieces, of which those that a head keeps have a label."""
-        state = self.reader.texts[max(self.reader.texts, key=len)].layers[int(layer)].state
-        ids = self.tokenizer(
-            self.reader.document, add_special_tokens=False, split_special_tokens=True
-        )["input_ids"]
+        if session is None:
+            raise _refusal("Read a document first.")
+        reader = session.reader
+        state = reader.texts[max(reader.texts, key=len)].layers[int(layer)].state
+        ids = self.tokenizer(reader.document, add_special_tokens=False, split_special_tokens=True)[
+            "input_ids"
+        ]
         before = int(state.tokens_seen[0]) - len(ids)  # of the chat's template
         kept = set(state.kept_position[0, int(head)].tolist())
         runs = itertools.groupby(
@@ -84,6 +131,7 @@ class Demo:
         """The page, to be launched."""
         config = self.model.config
         with gradio.Blocks(title="hf_infini", analytics_enabled=False) as page:
+            session = gradio.State()
             gradio.Markdown("# Ask a document\nIt is read once, into a cache that does not grow.")
             files = gradio.File(
                 label="Text, Markdown, HTML or PDF", file_count="multiple", height=140
@@ -92,8 +140,16 @@ class Demo:
             # no button that publishes it
             chat = gradio.Chatbot(label="Chat", height=300, buttons=["copy_all"])
             question = gradio.Textbox(label="Question", submit_btn=True)
-            read.click(self.read, files, [table, chat])
-            question.submit(self.answer, [question, chat], [question, chat])
+            for stops in (question.stop, read.click):
+                stops(self.stop, session, queue=False, api_visibility="private")
+            read.click(self.read, files, [session, table, chat], api_name="read", **ONE_AT_A_TIME)
+            question.submit(
+                self.answer,
+                [question, chat, session],
+                [question, chat],
+                api_name="answer",
+                **ONE_AT_A_TIME,
+            )
             if config.kept_tokens:
                 with gradio.Accordion("What a head keeps of the document", open=False):
                     layers = [each for each in config.infini_layers if config.window_of(each)[3]]
@@ -110,8 +166,17 @@ class Demo:
                         gradio.Button("Show"),
                         gradio.HighlightedText(label=label, show_inline_category=False),
                     )
-                    show.click(self.kept, [layer, head], kept)
+                    show.click(self.kept, [layer, head, session], kept, api_name="kept")
         return page
+
+
+def _refusal(error: Any, files: Sequence[str] = ()) -> gradio.Error:
+    """What the page says, which takes it for HTML; the files are copies, and have their own names
+    in folders that nobody knows."""
+    said = str(error) or type(error).__name__
+    for file in files:
+        said = said.replace(file, Path(file).name)
+    return gradio.Error(html.escape(said), print_exception=False)
 
 
 def _words(content) -> str:

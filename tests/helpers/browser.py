@@ -36,6 +36,7 @@ for (const name of ["error", "warn"]) console[name] = (...said) => wrong.push(sa
 VISIT = """<script>
 (async () => {
   const found = [];
+  if (typeof ready !== "undefined") await ready;
   for (const step of STEPS) {
     const value = await step();
     await new Promise(done => setTimeout(done, 600));

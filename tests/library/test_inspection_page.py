@@ -1,13 +1,19 @@
 """The page of a model's heads in a browser: no errors, and it says what was found."""
 
+import math
+import re
+
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from browser import needs_browser, visit
 from decoders import decoder
 from hf_infini import patch_model
-from hf_infini.tools.inspection import FATES, inspect_attention
+from hf_infini.tools.inspection import FATES, Inspection, LayerInspection, inspect_attention
 from hf_infini.tools.inspection.heads import KEPT, MEMORY
-from hf_infini.tools.inspection.page import inspection_page
+from hf_infini.tools.inspection.page import _codes, inspection_page
 from models import causal_mha, infini_gpt2, token_ids
 
 WIDTHS = (1280, 390)
@@ -134,6 +140,110 @@ def test_families(model_type, width, tmp_path):
         (gates * memories[:, 59] + (1 - gates) * weights[:, 59]).mean(0)[kept_to_the_end].item()
     )
     assert float(seen[7]["value"]["in the output"]) == pytest.approx(wanted, rel=1e-2, abs=1e-6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    weights=st.lists(st.floats(width=32), min_size=1, max_size=20),
+    floor=st.floats(1e-6, 2e-3),
+    step=st.floats(0.01, 0.2),
+)
+def test_a_code_is_the_weight_within_its_rounding(weights, floor, step):
+    codes = _codes(torch.tensor(weights), floor, step).tolist()
+    for weight, code in zip(weights, codes, strict=True):
+        assert 0 <= code < 2**16 and (code == 1) == math.isnan(weight)
+        if code > 1 and math.isfinite(weight):  # as the page reads it
+            shown = math.log(floor) + (code // 2 - 1) * step
+            assert shown == pytest.approx(math.log(abs(weight)), abs=step / 2 + 1e-4)
+            assert code % 2 == (weight < 0)
+        elif code == 0:
+            assert abs(weight) <= floor * (1 + 1e-6)
+        else:
+            assert code >= 2**16 - 4 or math.isnan(weight)  # infinite there, too
+
+
+DECODED = """() => withHeads.map(layer => [...Array(layer.heads).keys()].map(head => {
+  const {before, kinds} = decode(layer, head);
+  return PLACES.map(place => kinds[place] ? before[place] : null);
+}))"""
+
+
+def assert_same_weights(inspection, places, tmp_path) -> tuple[float, float]:
+    """The page shows each weight within its rounding, and those below its floor as 0; both as it
+    says."""
+    page = inspection_page(inspection, title="m")
+    floor, step = (float(re.search(f'"{name}": ([^,]+),', page)[1]) for name in ("floor", "step"))
+    (found,) = visit(page, tmp_path, [DECODED.replace("PLACES", str(places))], width=1280)
+    for layer, heads in zip(inspection.layers.values(), found["value"], strict=True):
+        weights, unseen = layer.weights[0], layer.scores[0].isinf()
+        if layer.gate is not None:
+            through = layer.fates[0][:, layer.segments[0]] == MEMORY
+            weights = torch.where(through, layer.memory_weights[0], weights)
+            unseen &= ~through
+        later = torch.ones(weights.shape[1:], dtype=torch.bool).triu(1)
+        exact, hidden = weights.flatten(1)[:, places], (unseen | later).flatten(1)[:, places]
+        shown = torch.tensor([[number or 0.0 for number in head] for head in heads])
+        none = torch.tensor([[number is None for number in head] for head in heads])
+        assert torch.equal(none, hidden)
+        exact = exact.masked_fill(hidden, 0.0)
+        allowed = exact.abs() * math.expm1(step / 2 + 1e-4) + 1e-12
+        allowed = allowed.masked_fill(exact.abs() < floor * 1.001, floor * 1.001)
+        assert bool(((shown - exact).abs() <= allowed).all())
+        assert bool((shown != 0).any())
+    return floor, step
+    return floor, step
+
+
+@needs_browser
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_the_page_has_the_exact_weights_within_its_rounding(rule, tmp_path):
+    model = infini_gpt2(update_rule=rule, n_positions=256)
+    inspection = inspect_attention(model, token_ids(1, 70))
+    floor, step = assert_same_weights(inspection, list(range(70 * 70)), tmp_path)
+    assert floor < 1e-5 and step == 0.01
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_large_page_is_small_and_rounded(tmp_path):
+    count = 1600
+    scores = (
+        4 * torch.randn(1, 2, count, count, generator=torch.Generator().manual_seed(0))
+    ).tril()
+    scores = scores.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), -math.inf)
+    tensors = {"scores": scores, "weights": scores.softmax(-1)}
+    layers = {0: LayerInspection(0, "global", tensors)}
+    inspection = Inspection(token_ids(1, count), [["·a"] * count], layers, "m")
+    assert len(inspection_page(inspection)) < 0.2 * 2 * count**2  # bytes: noise is the worst case
+    places = torch.randint(count**2, (4000,), generator=torch.Generator().manual_seed(1)).tolist()
+    floor, step = assert_same_weights(inspection, places, tmp_path)
+    assert floor == pytest.approx(1e-10 * count**2) and step == pytest.approx(1e-8 * count**2)
+
+
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_closed_memory_is_called_closed(width, tmp_path):
+    options = {"segment_length": 8, "kept_tokens": 6, "gate_init": -1000.0}
+    model = patch_model(decoder("qwen3"), **options)
+    page = inspection_page(inspect_attention(model, token_ids(1, 60).clamp(min=3)), title="m")
+    (seen,) = visit(page, tmp_path, ["() => 0"], width=width, address="#language=en")
+    assert "the memory is closed (g = 0)" in seen["text"]
+    assert "in the memory 0" not in seen["text"]
+    assert re.search(r"Weights are rounded to 0.5 %; sizes below 0.00000\d+ are", seen["text"])
+
+
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_name_of_a_head_is_cut(width, tmp_path):
+    inspection = inspect_attention(causal_mha(n_head=9, n_embd=72), token_ids(1, 20))
+    names = """() => [...document.querySelectorAll("#thumbs .name")].map(name => {
+      const text = document.createRange(), box = name.getBoundingClientRect();
+      text.selectNodeContents(name);
+      return text.getBoundingClientRect().width <= box.width + 1 &&
+        box.right <= $("thumbs").getBoundingClientRect().right + 1;
+    })"""
+    (seen,) = visit(inspection_page(inspection, title="m"), tmp_path, [names], width=width)
+    assert len(seen["value"]) > 10 and all(seen["value"])
 
 
 @needs_browser

@@ -4,6 +4,7 @@ inspect_attention's numbers."""
 import base64
 import json
 import re
+import zlib
 from html.parser import HTMLParser
 
 import numpy as np
@@ -53,12 +54,18 @@ class Page(HTMLParser):
         return json.loads(self.content["script", "data"])
 
 
-def decoded(layer: dict, head: int) -> np.ndarray:
+def unpacked(text: str) -> np.ndarray:
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
+
+
+def decoded(data: dict, layer: dict, head: int) -> np.ndarray:
     """Weights [queries, keys] of a head from the page's data, NaN where a query sees nothing."""
-    halves = np.frombuffer(base64.b64decode(layer["weights"][head]), "<u2")
-    count = int((2 * len(halves)) ** 0.5)
-    weights = np.full((count, count), np.nan, np.float32)
-    weights[np.tril_indices(count)] = (halves.astype("<u4") << 16).view("<f4")
+    count, planes = len(data["tokens"]), unpacked(layer["weights"])
+    planes = planes.reshape(-1, layer["heads"], count * (count + 1) // 2).astype(int)
+    codes = sum(plane[head] << 8 * place for place, plane in enumerate(planes))
+    sizes = data["floor"] * np.exp((codes // 2 - 1) * data["step"]) * np.where(codes % 2, -1, 1)
+    weights = np.full((count, count), np.nan)
+    weights.T[np.triu_indices(count)] = np.where(codes == 0, 0, np.where(codes == 1, np.nan, sizes))
     return weights
 
 
@@ -107,13 +114,10 @@ def test_the_page_holds_the_inspection_s_numbers(make, options, bpe):
             for name, tensor in tensors.items():
                 assert np.array(found[name]) == pytest.approx(tensor[row].numpy(), rel=1e-4)
             assert found["gate"] == pytest.approx(layer.gate.tolist(), rel=1e-4)
-            fates = [
-                [[int(digit) for digit in moment] for moment in head] for head in found["fates"]
-            ]
-            assert fates == layer.fates[row].tolist()
-        for head in range(4):  # the eight bits of bfloat16
-            assert decoded(found, head) == pytest.approx(
-                wanted[head].numpy(), rel=2**-8, abs=0, nan_ok=True
+            assert unpacked(found["fates"]).tolist() == layer.fates[row].flatten().tolist()
+        for head in range(4):  # half a step, and those below the floor
+            assert decoded(data, found, head) == pytest.approx(
+                wanted[head].numpy(), rel=0.0051, abs=data["floor"], nan_ok=True
             )
 
 
@@ -236,7 +240,8 @@ def test_a_checkpoint_and_a_text_become_a_page(models, bpe, tmp_path, capsys):
     )
     layer = inspect_attention(model, torch.tensor([ids[:30]])).layers[2]
     wanted = (layer.weights + layer.memory_weights)[0, 3].numpy()  # a token has one of the two
-    assert np.nan_to_num(decoded(data["layers"][2], 3)) == pytest.approx(wanted, rel=2**-8, abs=0)
+    found = np.nan_to_num(decoded(data, data["layers"][2], 3))
+    assert found == pytest.approx(wanted, rel=0.0051, abs=data["floor"])
 
 
 def test_lines_of_the_picture_end_between_words():

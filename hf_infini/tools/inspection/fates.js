@@ -39,8 +39,10 @@ function drawFates() {
     part.onpointermove = part.onpointerdown = event => tell(fateFacts(token, moment), event.clientX, event.clientY);
     part.onpointerleave = leave;
   }));
+  const closed = layer.gate.every(gate => gate === 0);
   $("counts").replaceChildren(...FATES.flatMap((name, fate) => fate && (fate !== KEPT || anyKept)
-    ? [element("span", {className: name, textContent: `${say(name)} ${Number(counts[fate].toFixed(1))}`})] : []));
+    ? [element("span", {className: name, textContent: fate === FATES.length - 1 && closed
+      ? say("memoryClosed") : `${say(name)} ${Number(counts[fate].toFixed(1))}`})] : []));
 }
 
 function fateFacts(token, moment) {

@@ -9,7 +9,8 @@ function choose(layer, head) {
   $("head").replaceChildren(...options);
   $("head").value = head;
   $("views").hidden = !layer.gate;
-  $("keys").textContent = say(layer.gate ? "memoryKeys" : "keys");
+  const percent = Number((100 * (Math.exp(data.step / 2) - 1)).toPrecision(2));
+  $("keys").textContent = `${say(layer.gate ? "memoryKeys" : "keys")} ${say("rounded", percent, tickText(data.floor))}`;
   $("detail-title").textContent = `${headName(layer, head)} (${layer.kind})`;
   for (const other of withHeads) for (const button of other.buttons) {
     button.setAttribute("aria-pressed", other === layer && Number(button.value) === head);
@@ -140,10 +141,10 @@ function facts() {
   const found = [[say("query"), `${query} ${tokens[query]}`], [say("key"), `${key} ${tokens[key]}`]];
   if (shown.kinds[place] === OUT_OF_SIGHT) found.push([say("weight"), say(key > query ? "later" : "outOfSight")]);
   else if (shown.kinds[place] === LOCAL) {
-    found.push([say(layer.gate ? "localWeight" : "weight"), spell(weight)]);
-  } else found.push([say(shown.kinds[place] === MIXED ? "weight" : "memoryWeight"), spell(weight)]);
+    found.push([say(layer.gate ? "localWeight" : "weight"), spellWeight(weight)]);
+  } else found.push([say(shown.kinds[place] === MIXED ? "weight" : "memoryWeight"), spellWeight(weight)]);
   if (layer.gate) {
-    if (shown.kinds[place] !== OUT_OF_SIGHT) found.push([say("inOutput"), spell(shown.output[place])]);
+    if (shown.kinds[place] !== OUT_OF_SIGHT) found.push([say("inOutput"), spellWeight(shown.output[place])]);
     found.push([say("gate"), spell(mean(layer.tokenGate))], [say("share"), spell(mean(layer.share))]);
   }
   return found;

@@ -33,20 +33,38 @@ function element(tag, properties = {}, ...children) {
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
+async function unpack(text) {
+  const packed = new Blob([Uint8Array.from(atob(text), character => character.charCodeAt(0))]);
+  const stream = packed.stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+// A layer's `weights` as codes, and its `fates` as [head][moment][token].
+async function unpackLayer(layer) {
+  layer.weights = await unpack(layer.weights);
+  if (!layer.fates) return;
+  const fates = await unpack(layer.fates), moments = fates.length / count / layer.heads;
+  const row = number => fates.subarray(number * count, (number + 1) * count);
+  layer.fates = Array.from({length: layer.heads}, (_, head) =>
+    Array.from({length: moments}, (_, moment) => row(head * moments + moment)));
+}
+
+// What each code stands for; 0 is a weight too small to be told from 0, 1 is none.
+const NONE = 1, VALUES = Float32Array.from({length: 65536}, (_, code) =>
+  code <= NONE ? 0 : (code % 2 ? -1 : 1) * data.floor * Math.exp((Math.floor(code / 2) - 1) * data.step));
+
 // The weights of a head, [query · count + key]: `before` the gate, in its `output`, and `kinds`, what they come through.
 function decode(layer, head) {
   if (head === MEAN) return meanOf(layer);
   const before = new Float32Array(count * count), kinds = new Uint8Array(count * count);
-  const bytes = Uint8Array.from(atob(layer.weights[head]), character => character.charCodeAt(0));
-  const halves = new Uint16Array(bytes.buffer);  // of bfloat16: the upper halves of float32
-  const numbers = new Float32Array(Uint32Array.from(halves, half => half << 16).buffer);
-  for (let query = 0, next = 0; query < count; query++) {
-    const fates = layer.fates?.[head][layer.segments[query]];
-    for (let key = 0; key <= query; key++, next++) {
-      if (Number.isNaN(numbers[next])) continue;
-      const place = query * count + key;
-      before[place] = numbers[next];
-      kinds[place] = fates && FATES[fates[key]] === "memory" ? MEMORY : LOCAL;
+  const cells = count * (count + 1) / 2, high = layer.heads * cells, codes = layer.weights;
+  for (let key = 0, next = head * cells; key < count; key++) {
+    for (let query = key; query < count; query++, next++) {
+      const code = codes[next] + (codes.length > high ? codes[high + next] << 8 : 0);
+      if (code === NONE) continue;
+      const place = query * count + key, fate = layer.fates?.[head][layer.segments[query]][key];
+      before[place] = VALUES[code];
+      kinds[place] = FATES[fate] === "memory" ? MEMORY : LOCAL;
     }
   }
   if (!layer.gate) return {before, output: before, kinds};
@@ -58,7 +76,7 @@ function decode(layer, head) {
 }
 
 function meanOf(layer) {
-  const {before, output, kinds} = decode(layer, 0), heads = layer.weights.length;
+  const {before, output, kinds} = decode(layer, 0), {heads} = layer;
   for (let head = 1; head < heads; head++) {
     const other = decode(layer, head);
     for (let place = 0; place < before.length; place++) {
@@ -83,12 +101,16 @@ function viewOf(layer, head) {
   return {...found, weights, top: top > 1 ? roundUp(top) : 1, negative};
 }
 
-// Three digits, which is what bfloat16 has.
-function spell(number) {
+function spell(number, digits = 3) {
   if (number === null) return say("notFinite");
   const size = Math.abs(number);
   if (!size) return "0";
-  return size < 1e-3 || size >= 1e5 ? number.toExponential(2) : number.toPrecision(3);
+  return size < 1e-3 || size >= 1e5 ? number.toExponential(digits - 1) : number.toPrecision(digits);
+}
+
+// With the digits that its rounding leaves.
+function spellWeight(weight) {
+  return weight ? spell(weight, data.step > 0.02 ? 2 : 3) : say("below", tickText(data.floor));
 }
 
 const COMPACT = new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: 3});
@@ -165,7 +187,7 @@ function draw(canvas, view, size) {
 // --- overview --------------------------------------------------------------------------------------------------------
 
 function headsAndMean(layer) {
-  return [...layer.weights.keys(), ...layer.weights.length > 1 ? [MEAN] : []];
+  return [...Array(layer.heads).keys(), ...layer.heads > 1 ? [MEAN] : []];
 }
 
 function headName(layer, head) {
@@ -174,7 +196,8 @@ function headName(layer, head) {
 
 function buildOverview() {
   const thumbs = $("thumbs"), heads = headsAndMean(withHeads[0]);
-  thumbs.style.gridTemplateColumns = `auto repeat(${heads.length}, minmax(24px, 92px))`;
+  // the last is the mean, whose name is wider than a small picture
+  thumbs.style.gridTemplateColumns = `auto repeat(${heads.length - 1}, minmax(24px, 92px)) minmax(38px, 92px)`;
   const name = text => element("span", {className: "name", textContent: text});
   const made = [name(""), ...heads.map(head => name(head === MEAN ? say("mean") : head))];
   for (const layer of data.layers) {

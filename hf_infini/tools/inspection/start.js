@@ -100,4 +100,4 @@ function start() {
   if (!$("cursor").hidden) scrollToCursor();
 }
 
-start();
+const ready = Promise.all(withHeads.map(unpackLayer)).then(start);

@@ -20,7 +20,8 @@ const STRINGS = {
       " or use the arrow keys, Home, End, Page Up and Page Down.",
     keeps: "What it keeps: {0}", whereTokens: "Where each token is: {0}", moment: "Moment", afterText: "after the text",
     asRead: "as segment {0} is read", none: "not there", sink: "sink", window: "window", kept: "kept",
-    memory: "in the memory", token: "token",
+    memory: "in the memory", memoryClosed: "the memory is closed (g = 0)", token: "token",
+    rounded: "Weights are rounded to {0} %; sizes below {1} are drawn as 0.", below: "below {0}",
     keptBy: "kept by heads of the layer", keptByAll: "of all layers here", ofAll: "{0} of {1}",
     fromTo: "segments {0} to {1}",
     fatesNote: "The softmax sees sinks, kept tokens and the window. When a segment leaves the window, the tokens with the" +
@@ -65,7 +66,10 @@ const STRINGS = {
       "célula ou use as setas, Home, End, Page Up e Page Down.",
     keeps: "O que guarda: {0}", whereTokens: "Onde está cada token: {0}", moment: "Momento",
     afterText: "depois do texto", asRead: "quando o segmento {0} é lido", none: "ausente", sink: "inicial (sink)",
-    window: "janela", kept: "guardado", memory: "na memória", token: "token", keptBy: "guardado por cabeças da camada",
+    window: "janela", kept: "guardado", memory: "na memória", token: "token",
+    memoryClosed: "a memória está fechada (g = 0)",
+    rounded: "Os pesos são arredondados a {0} %; tamanhos abaixo de {1} aparecem como 0.", below: "abaixo de {0}",
+    keptBy: "guardado por cabeças da camada",
     keptByAll: "de todas as camadas aqui", ofAll: "{0} de {1}", fromTo: "segmentos {0} a {1}",
     fatesNote: "O softmax vê os tokens iniciais (sinks), os guardados e a janela. Quando um segmento sai da janela, os " +
       "tokens com as maiores pontuações são guardados, e a memória absorve os outros; cabeças com as mesmas chaves " +
