@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from evaluation import caches, inference, texts
     from hf_infini import load_adapter, unpatch_model
-    from hf_infini.models.loading import load_tokenizer
+    from hf_infini.models.loading import load_tokenizer, with_finite_weights
     from hf_infini.models.structure import inside_of
     from support import measurement, prepared, stages
     from training import run_folder, setup
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     model = inference.read_model("--model", options.model, dtype=torch.bfloat16, **quantization)
     try:
         tokenizer = load_tokenizer(options.model, model)
-        inference.with_finite_weights(load_adapter(model, options.adapter), options.adapter)
+        with_finite_weights(load_adapter(model, options.adapter), options.adapter)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {options.model}, --adapter {options.adapter}: {error}") from error
     places = inference.tokens_held(model.config)

@@ -27,7 +27,8 @@ from cli import SEED, UserError, exit_on_error, option, parse_options, parse_yam
 from cli.model_options import MEMORY, UPDATE_RULES, given_options
 
 # As associative_recall.model has them, whose import takes seconds; what tells most comes first
-MIXERS = ["attention", "window", *UPDATE_RULES, *(f"{rule}+conv" for rule in UPDATE_RULES)]
+MEMORIES = [rule for rule in UPDATE_RULES if rule != "none"]  # "window" has none
+MIXERS = ["attention", "window", *MEMORIES, *(f"{rule}+conv" for rule in MEMORIES)]
 DECIDED = ("segment_length", "update_rule", "memory_conv", "layers", "mask_special_tokens")
 WIDTHS = ("head_dim", "value_dim")
 SHORT = {"d_model": "d", "heads": "h", "head_dim": "k", "value_dim": "v"}  # in the names of runs

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from torch import Tensor
@@ -19,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..layers.memory_layer import PARAMETERS, memory_layers
+from ..layers.memory_layer import PARAMETERS, gates_of, memory_layers
 
 GGUF = ".gguf"
 
@@ -96,19 +97,27 @@ def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
             f"the weights of {path} are incomplete: {len(missing)} tensors, such as "
             f"{missing[0]}, are missing."
         )
-    broken = [name for name, weight in model.named_parameters() if not _is_finite(weight.data)]
-    if broken:
-        raise ValueError(
-            f"the weights of {path} are damaged: {len(broken)} tensors, such as {broken[0]}, have "
-            "numbers that are not finite."
-        )
+    return with_finite_weights(model, path)
+
+
+def with_finite_weights(model, path: str | Path):
+    """The model, whose weights came from `path`; ValueError where one is NaN or infinite: what it
+    computes would mean nothing. A gate may be −∞, which closes it for good. Of weights that are no
+    plain numbers, quantized or elsewhere, nothing is known."""
+    gates = {id(parameter) for gate in gates_of(model).values() for parameter in gate.parameters()}
+    for name, parameter in model.named_parameters():
+        weight = parameter.data
+        plain = type(weight) is Tensor and weight.is_floating_point() and weight.itemsize > 1
+        if not plain or weight.is_meta or not weight.numel():
+            continue
+        low, high = weight.aminmax()  # both NaN where there is one
+        closed = id(parameter) in gates and high < torch.inf
+        if not (low.isfinite() and high.isfinite() or closed):
+            raise ValueError(
+                f"the weights of {path} are damaged, or their training diverged: {name} has "
+                "numbers that are not finite. Use another copy, or an earlier checkpoint."
+            )
     return model
-
-
-def _is_finite(weight: Tensor) -> bool:
-    """Whether all numbers are; of those that are not plain (quantized, elsewhere) nobody knows."""
-    plain = type(weight) is Tensor and weight.is_floating_point() and weight.itemsize > 1
-    return not plain or weight.is_meta or bool(weight.isfinite().all())
 
 
 def load_tokenizer(

@@ -30,9 +30,7 @@ def check_output(option: str, out: Path, *inputs: str | Path) -> None:
     nothing can be written there: now, and not after hours."""
     for given in inputs:
         if Path(given).exists() and out.resolve() == Path(given).resolve():
-            raise ValueError(
-                f"{option} {out} is {given}, which is read: give another place."
-            )
+            raise ValueError(f"{option} {out} is {given}, which is read: give another place.")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=out.parent):
         pass

@@ -336,7 +336,7 @@ class Reader:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(
                 f"the chat template does not take these messages ({reason}): give it others, or "
-                "set the tokenizer's chat_template to None."
+                "go without it, by tokenizer.chat_template = None (--no-chat-template)."
             ) from error
         return text
 
@@ -364,7 +364,8 @@ class Reader:
         head, found, rest = self.rendered(shown).partition(own)
         if document and not found:
             raise ValueError(
-                "the chat template changes what is said: set the tokenizer's chat_template to None."
+                "the chat template changes what is said: go without it, by "
+                "tokenizer.chat_template = None (--no-chat-template)."
             )
         for name, plain in names.items():
             head, rest = (part.replace(name, plain) for part in (head, rest))

@@ -180,6 +180,7 @@ CONTESTANTS = {  # name → problem → what computes `[batch, heads, tokens, he
     **{
         f"infini-{rule.replace('_', '-')}": _same(infini_attention, update_rule=rule)
         for rule in UPDATE_RULES[1:]
+        if RULES[rule].holds
     },
     "infini-plain": _by("grid", _same(infini_attention)),
     "infini-window": _make_window,

@@ -12,13 +12,14 @@ from cli import UserError
 from hf_infini import cache_bytes, patch_model, unpatch_model
 from hf_infini.layers.memory_layer import memory_layers
 from hf_infini.models.adapter import read_record, restore_adapter
+from hf_infini.models.loading import with_finite_weights
 from hf_infini.models.structure import decoder_of
 from hf_infini.options import key_heads
 from recall import tasks
 from support.markdown import markdown_table
 
 from .bootstrap import difference_interval, mean_interval
-from .inference import check_length, gates_closed, with_finite_weights
+from .inference import check_length, gates_closed
 from .losses import stream_losses
 from .perplexity import text_rows
 from .texts import generated_texts

@@ -12,12 +12,10 @@ from cli.names import check_name
 from hf_infini.compat.cache_name import CACHE, cache_of
 from hf_infini.layers.memory_layer import gates_of
 from hf_infini.models.adapter import load_adapter, merged
-from hf_infini.models.loading import load_causal_lm, load_tokenizer
+from hf_infini.models.loading import load_causal_lm, load_tokenizer, with_finite_weights
 from hf_infini.options import context_limit, places_of
 from support.measurement import keep_freed_memory
 from support.stages import check_unchanged
-
-COMPUTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def load_model(
@@ -61,29 +59,9 @@ def read_model(option: str, path: str | Path, **options):
     those that a finished run left, or a weight is not finite."""
     check_unchanged(Path(path))
     try:
-        return with_finite_weights(load_causal_lm(path, **options), path)
+        return load_causal_lm(path, **options)
     except Exception as error:  # safetensors and others have kinds that are no ValueErrors
         raise UserError(f"{option}: cannot load {path}: {one_line(error)}") from error
-
-
-def with_finite_weights(model, path: str | Path):
-    """The model, which came from `path`; ValueError where a weight is NaN or infinite, as what the
-    model computes would mean nothing.
-
-    A gate may be −∞: it is closed for good ([`switch_memory_off`]).
-    """
-    gates = {id(parameter) for gate in gates_of(model).values() for parameter in gate.parameters()}
-    for name, parameter in model.named_parameters():
-        if parameter.dtype not in COMPUTED or parameter.is_meta or not parameter.numel():
-            continue
-        low, high = parameter.detach().aminmax()  # both NaN where there is one
-        closed = id(parameter) in gates and high < torch.inf
-        if not (low.isfinite() and high.isfinite() or closed):
-            raise ValueError(
-                f"{path} has weights that are not finite, in {name}: it was damaged, or its "
-                "training diverged. Use another copy, or an earlier checkpoint."
-            )
-    return model
 
 
 def usable_device(name: str) -> str:

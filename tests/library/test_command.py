@@ -295,7 +295,7 @@ def test_estimate_prints_a_table(folders, run):
             ["ask", "MEMORY", "DOC", "--kept-tokens", 8],
             "has the options of its memory: leave --adapter and",
         ),
-        (["ask", "PLAIN", "DOC", "--adapter", "nowhere"], "while loading the adapter nowhere: "),
+        (["ask", "PLAIN", "DOC", "--adapter", "nowhere"], "there is no folder nowhere here"),
         (["ask", "MEMORY", "DOC", "--device", "gpu"], "while using --device gpu: "),
         (["fit", "MEMORY", "DOC", "--out", "x"], "has a memory already"),
         (["continue", "PLAIN", "DOC", "text"], "give the --adapter with which the text was read"),

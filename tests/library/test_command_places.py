@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bad_input import contents
 from commands import TEXT, command_in, save_models
+from decoders import fitted
 from hf_infini import command, patch_model, save_adapter
 from hf_infini.models.loading import load_causal_lm, load_config, load_tokenizer, model_files
 from hf_infini.tools.cache_folder import key_of
@@ -101,7 +102,7 @@ def test_a_gguf_is_a_model_by_its_name_and_by_its_folder(folders, tmp_path):
 def test_the_command_takes_a_gguf(folders, run, tmp_path):
     model = load_causal_lm(folders["gguf"])
     options = {"segment_length": 16, "kept_tokens": 8, "keep_score": "learned"}
-    save_adapter(patch_model(model, **options), tmp_path / "adapter")
+    save_adapter(fitted(patch_model(model, **options)), tmp_path / "adapter")
     out = tmp_path / "whole"
     words = ["--adapter", tmp_path / "adapter", "--out", out]
     run("convert", folders["gguf"], *words)
@@ -252,7 +253,7 @@ def test_a_page_has_so_many_tokens_that_some_are_kept(folders, run, tmp_path, mo
     def pages(kept: int, *more) -> str:
         model = AutoModelForCausalLM.from_pretrained(folders["plain"])
         adapted = patch_model(model, **options, kept_tokens=kept, keep_score="learned")
-        save_adapter(adapted, tmp_path / "adapter")
+        save_adapter(fitted(adapted), tmp_path / "adapter")
         words = ["--adapter", tmp_path / "adapter", "--out", tmp_path / "page.html", *more]
         return run("inspect", folders["plain"], document, *words).err
 

@@ -89,7 +89,7 @@ def test_lora_config_takes_the_options_of_peft_s():
         )
         == 4
     )
-    for nothing in (decoder("llama"), torch.nn.Linear(2, 2), None):
+    for nothing in (decoder("llama"), torch.nn.Linear(2, 2)):
         with pytest.raises(ValueError, match="has no memory to train beside a LoRA: patch_model"):
             lora_config(nothing)
 

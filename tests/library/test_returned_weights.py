@@ -47,7 +47,7 @@ def with_weights(case, cuts):
         name: options.pop(name, None) for name in ("attention_mask", "position_ids", "memory_mask")
     }
     window = (case.segment_length, options.pop("local_segments"), options.pop("sink_tokens", 0))
-    of_scores = {name: options.pop(name, None) for name in ("softcap", "rotary")}
+    of_scores = {name: options.pop(name, None) for name in ("softcap", "rotary", "far_rotary")}
     softmax = ScoreOptions(written_out=True, **of_scores)
     rule = memory_rule(**options)
     outputs, weights = [], []
