@@ -290,7 +290,7 @@ def estimate(
         config = load_config(model)
     options: dict[str, Any] = {}
     if not _has_memory(model, config, None, kept_tokens):
-        options = WINDOW | {"kept_tokens": kept_tokens or KEPT_TOKENS}
+        options = WINDOW | {"kept_tokens": kept_tokens or KEPT_TOKENS, "update_rule": "none"}
     with while_("estimating", model):
         found = [estimate_cache(config, count, **options) for count in tokens]
     print(f"{'tokens':>12} {'all':>12} {'memory':>12}")
@@ -540,7 +540,7 @@ def _fit(net, tokenizer, text: str, folder: Path, kept_tokens: int) -> None:
     options: dict[str, Any] = WINDOW | {
         "kept_tokens": kept_tokens,
         "keep_score": "learned",
-        "gate_init": -1000.0,
+        "update_rule": "none",
     }
     if net.config.model_type == "gpt2":
         options["position_encoding"] = "segment"  # texts longer than its positions

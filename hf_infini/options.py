@@ -63,6 +63,48 @@ def places_of(
     return sink_tokens + kept_tokens + (local_segments + 1) * segment_length
 
 
+SIZES = ("segment_length", "local_segments", "sink_tokens", "kept_tokens")  # of a window
+SINKS, LONGEST_WINDOW, SHORT_SEGMENT = 4, 256, 64  # tokens; see `options_of_cache`
+
+
+def options_of_cache(cache_tokens: int, **options) -> dict[str, Any]:
+    """The options of a pretrained model whose cache holds so many tokens a head.
+
+    Four first tokens stay (sinks). Where attention decides what is kept, the window has half of the
+    rest in short segments; with a learned score up to 256 tokens. All others are kept tokens. There
+    is no memory, unless an `update_rule` is given.
+
+    Args:
+        cache_tokens: sinks, window and kept tokens together, on average over the layers.
+        options: others of [`MemoryOptions`]; not the sizes that follow from `cache_tokens`.
+
+    Raises:
+        ValueError: fewer than 32 tokens, or a size is given as well.
+    """
+    check_number("cache_tokens", cache_tokens, {"at_least": 32, "at_most": 2**20})
+    twice = [name for name in SIZES if options.get(name) is not None]
+    refuse(
+        (
+            twice,
+            f"cache_tokens decides {', '.join(SIZES)}: give it, or all of these; got cache_tokens "
+            f"and {' and '.join(twice)}",
+        )
+    )
+    window, segment = min(cache_tokens // 2, LONGEST_WINDOW), LONGEST_WINDOW
+    if options.get("keep_score", "attention") == "attention":
+        window, segment = cache_tokens // 2, SHORT_SEGMENT
+    segment = min(segment, window // 2)
+    segments = window // segment
+    return {
+        "update_rule": "none",
+        "segment_length": segment,
+        "local_segments": segments - 1,
+        "sink_tokens": SINKS,
+        "kept_tokens": cache_tokens - SINKS - segments * segment,
+        **options,
+    }
+
+
 # the default first; a rule is a file of its name in ops/rules/
 UpdateRule = Literal["linear", "delta", "gated_delta", "none"]
 UPDATE_RULES = get_args(UpdateRule)

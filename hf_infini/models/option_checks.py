@@ -134,6 +134,11 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
                     f"{name}={kwargs[name]!r} was an option of an earlier version: "
                     "train without it."
                 )
+        if "cache_tokens" in kwargs:
+            raise ValueError(
+                "cache_tokens is for patch_model and estimate: a configuration has the sizes that "
+                "follow from it, hf_infini.options.options_of_cache(cache_tokens)."
+            )
         self.refuse_misspelt(kwargs)
         for entry in dataclasses.fields(self):
             check_number(entry.name, getattr(self, entry.name), entry.metadata)

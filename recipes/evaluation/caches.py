@@ -27,7 +27,6 @@ from .texts import generated_texts
 # of the others the model stays as it is
 BOUNDED = ("window", "random", "attention", "learned", "half")
 SINKS, WINDOW, SEGMENTS, LONGEST_SEGMENT = 4, 256, 2, 128
-CLOSED = -1000.0  # a gate's logit: its sigmoid is 0
 
 
 def memory_options(way: str, cache: int, window: int = WINDOW, segments: int = SEGMENTS) -> dict:
@@ -37,7 +36,7 @@ def memory_options(way: str, cache: int, window: int = WINDOW, segments: int = S
     kept tokens has so many `segments`, and `window` tokens, at most half of the cache. That of the
     way "window", which has nothing else, has segments of at most [`LONGEST_SEGMENT`].
     """
-    options, room = {"sink_tokens": SINKS, "gate_init": CLOSED}, cache - SINKS
+    options, room = {"sink_tokens": SINKS, "update_rule": "none"}, cache - SINKS
     if way == "window":
         return options | window_of(room, SINKS + 1, LONGEST_SEGMENT)
     length = min(window, cache // 2) // segments
