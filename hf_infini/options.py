@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:  # what a configuration's mixins come before; they have no base when the code runs
     from transformers import PreTrainedConfig as ConfigBase
@@ -56,11 +56,29 @@ def refuse(*cases: tuple[object, str]) -> None:
             raise ValueError(f"{reason}.")
 
 
-def places_of(
-    segment_length: int, local_segments: int = 0, sink_tokens: int = 0, kept_tokens: int = 0
-) -> int:
-    """Places of a window: tokens that the softmax sees at most."""
-    return sink_tokens + kept_tokens + (local_segments + 1) * segment_length
+class Window(NamedTuple):
+    """What the softmax of a layer sees, in tokens: the first ones of a document, kept ones, and the
+    segments up to the query's own; each has its place, in this order."""
+
+    segment_length: int  # L
+    local_segments: int = 0  # w, segments before the query's own
+    sink_tokens: int = 0  # S
+    kept_tokens: int = 0  # K
+
+    @property
+    def ahead(self) -> int:
+        """Places before those of the segments, of sinks and kept tokens."""
+        return self.sink_tokens + self.kept_tokens
+
+    @property
+    def span(self) -> int:
+        """Places of the segments."""
+        return (self.local_segments + 1) * self.segment_length
+
+    @property
+    def places(self) -> int:
+        """All places: tokens that the softmax sees at most."""
+        return self.ahead + self.span
 
 
 # the default first; a rule is a file of its name in ops/rules/
@@ -146,27 +164,28 @@ class MemoryOptions(ConfigBase):
         return True
 
     @property
-    def window(self) -> tuple[int, int, int, int]:
+    def window(self) -> Window:
         """The widest of [`MemoryOptions.window_of`] the layers with a memory."""
         layers = [None] if self.kept_shares is None else self.infini_layers
-        return *self.window_of(None)[:3], max([self.window_of(layer)[3] for layer in layers])
+        return max([self.window_of(layer) for layer in layers])
 
-    def window_of(self, layer: int | None) -> tuple[int, int, int, int]:
-        """What the softmax of a layer sees: tokens of a segment, earlier segments, first tokens of
-        a document, kept tokens. `None`: of one outside of a model."""
+    def window_of(self, layer: int | None) -> Window:
+        """What the softmax of this layer, counted from 0, sees; `None`: of one outside of a
+        model."""
         length: Any = self.segment_length  # there is one where there is a memory
         share = 1 if self.kept_shares is None or layer is None else self.kept_shares[layer]
-        return length, self.local_segments, self.sink_tokens, int(self.kept_tokens * share + 1e-6)
+        kept_tokens = int(self.kept_tokens * share + 1e-6)
+        return Window(length, self.local_segments, self.sink_tokens, kept_tokens)
 
     @property
-    def windows(self) -> dict[int, tuple[int, int, int, int]]:
+    def windows(self) -> dict[int, Window]:
         """The windows of the layers with a memory, by their numbers."""
         return {layer: self.window_of(layer) for layer in self.infini_layers}
 
     @property
     def places(self) -> int:
-        """[`places_of`] the window."""
-        return places_of(*self.window)
+        """[`Window.places`] of the widest window."""
+        return self.window.places
 
     @property
     def infini_layers(self) -> list[int]:
@@ -189,7 +208,7 @@ class MemoryOptions(ConfigBase):
         shares_fit = self.kept_shares is None or (
             len(self.kept_shares) == count
             and all(0 <= share <= 99 for share in self.kept_shares)
-            and self.window[3] > 0
+            and self.window.kept_tokens > 0
         )
         is_causal = getattr(self, "is_causal", True)
         defaults = {"gate_init": 0.0, "feature_map": "elu", "memory_write": "equal"}
@@ -260,9 +279,7 @@ def key_heads(config) -> tuple[int, int, int]:
     )
 
 
-def first_layers(
-    windows: dict[int, tuple[int, int, int, int]],
-) -> dict[tuple[int, int, int, int], int]:
+def first_layers(windows: dict[int, Window]) -> dict[Window, int]:
     """Of [`MemoryOptions.windows`], by window, the first layer that has it: what it knows of a text
     holds for the others."""
     return {window: layer for layer, window in reversed(windows.items())}

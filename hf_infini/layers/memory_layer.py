@@ -26,7 +26,7 @@ from ..ops.memory import KEEP_SCORES, MemoryRule
 from ..ops.rules import RULES
 from ..ops.state import AttentionCall, InfiniState, Projections
 from ..ops.window import ScoreOptions, window_attention
-from ..options import key_heads
+from ..options import Window, key_heads
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
 PARAMETERS = ("gate", "memory_conv", "memory_write")
@@ -106,7 +106,7 @@ class MemoryLayerMixin(nn.Module):
     keep_weight: Tensor
 
     @property
-    def window(self) -> tuple[int, int, int, int]:
+    def window(self) -> Window:
         """What its softmax sees."""
         return self.options.window_of(self.layer_idx)
 
@@ -180,7 +180,7 @@ class MemoryLayerMixin(nn.Module):
             if before is None:
                 weighted = tokens.log_weight is not None
                 before = InfiniState.initial(
-                    key, value, *layout.window_sizes, rule=rule, weighted=weighted
+                    key, value, *layout.window, rule=rule, weighted=weighted
                 )
             if exchange is not None:
                 before = exchange.received_state(self.layer_idx, before, tokens)
@@ -204,7 +204,7 @@ class MemoryLayerMixin(nn.Module):
         order than one of a single row. So it is computed in float64, where the order changes
         little, and rounded to 15 bits, which also takes in what calls of other lengths change in
         the inputs of later layers."""
-        if not self.window[3] or not hasattr(self, "keep_weight"):
+        if not self.window.kept_tokens or not hasattr(self, "keep_weight"):
             return None
         # Apple's GPUs have no float64
         wide = torch.float32 if hidden_states.device.type == "mps" else torch.float64

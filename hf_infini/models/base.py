@@ -352,7 +352,7 @@ def begin_call(
     layouts = {}
     for window, layer in first_layers(model.config.windows).items():
         state = None if cache is None else cache.state_before(layer)
-        layouts[window] = segment_layout(batch, tokens, *window, **masks, state=state)
+        layouts[window] = segment_layout(batch, tokens, window, **masks, state=state)
     weights = model.config.output_attentions if output_attentions is None else output_attentions
     weights = bool(weights) or model.config._attn_implementation == "eager"
     return SharedInputs(layouts, of_call, rotary, weights, exchange), cache, use_cache

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..options import Window
 from .checks import check_arguments
 from .kept import KeptInGrid, choosable_segments, first_scores, sinks_before_kept, with_kept
 from .layout.base import GridLayout
@@ -116,7 +117,7 @@ def infini_attention(
     Raises:
         ValueError: shapes, options or the state do not fit together; the message names them.
     """
-    window = (segment_length, local_segments, sink_tokens, kept_tokens)
+    window = Window(segment_length, local_segments, sink_tokens, kept_tokens)
     rule = memory_rule(update_rule, feature_map=feature_map, keep_score=keep_score, eps=eps)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
     check_arguments(
@@ -139,7 +140,7 @@ def infini_attention(
         "position_ids": position_ids,
     }
     layout = segment_layout(
-        query.shape[0], query.shape[2], *window, **masks, state=state, device=query.device
+        query.shape[0], query.shape[2], window, **masks, state=state, device=query.device
     )
     turning: Any = {"rotary": rotary, "turn": turn, "far_rotary": far_rotary}
     softmax = ScoreOptions(scaling, dropout, softcap=softcap, **turning)
@@ -164,9 +165,11 @@ def prepared(call: AttentionCall) -> AttentionCall:
     """The call with the scores of its tokens and a state of their dtype. ValueError where the state
     does not fit."""
     tokens, layout, rule = call.tokens, call.layout, call.rule
-    if layout.kept_tokens:
+    if layout.window.kept_tokens:
         tokens = tokens._replace(score=first_scores(rule.keep_score, tokens.key, tokens.score))
-    return call._replace(tokens=tokens, state=call.state.checked_for(tokens, layout.places, rule))
+    return call._replace(
+        tokens=tokens, state=call.state.checked_for(tokens, layout.window.places, rule)
+    )
 
 
 def attend_grid(call: AttentionCall) -> Attended:
@@ -174,7 +177,7 @@ def attend_grid(call: AttentionCall) -> Attended:
     after the other."""
     tokens, gate, layout, rule, softmax, state, *_ = call
     keeping, outputs, all_weights = keeping_of(call), [], []
-    size, sinks = group_size(layout, tokens.key), layout.sink_tokens
+    size, sinks = group_size(layout, tokens.key), layout.window.sink_tokens
     queries_of = layout.to_grid(tokens.query, None).transpose(2, 3).split(size, 1)
     pairs: Any = zip(tokens[1:4], state.windows(), strict=False)  # of keys, values and log weights
     windows_of = [
@@ -204,7 +207,7 @@ def attend_grid(call: AttentionCall) -> Attended:
         local, weights = window_attention(compared, keys, values, mask, softmax)
         all_weights.append(weights)
         if rule.holds:
-            filled = (layout.left[:, begin:end] > layout.kept_tokens)[:, :, None, None, None]
+            filled = (layout.left[:, begin:end] > layout.window.kept_tokens)[:, :, None, None, None]
             with torch.autocast(tokens.key.device.type, enabled=False):
                 keys, values = leaving[0].to(dtype), leaving[1].to(dtype)
                 parts = rule.written(keys, values, leaving[2], written)
@@ -224,7 +227,7 @@ def keeping_of(call: AttentionCall) -> KeptInGrid | None:
     """`None` where nothing is kept while the call is computed, nor asked for after it."""
     return (
         KeptInGrid(call)
-        if call.layout.most_kept or (call.layout.kept_tokens and call.return_state)
+        if call.layout.most_kept or (call.layout.window.kept_tokens and call.return_state)
         else None
     )
 
@@ -234,9 +237,9 @@ def compared_window(
 ) -> tuple[Tensor, Tensor, Any]:
     """Queries `[B, N, H, C, D]` and keys `[B, N, K, W, D]` of the windows of these segments, sinks
     first, as they are compared, and which see which; without kept tokens."""
-    first, sinks = functools.partial(layout.first_numbers, begin, end), layout.sink_tokens
+    first, sinks = functools.partial(layout.first_numbers, begin, end), layout.window.sink_tokens
     compared = softmax.compared(key, layout.key_places(), first)
-    if layout.kept_tokens and sinks:
+    if layout.window.kept_tokens and sinks:
         turned = sinks_before_kept(key[..., :sinks, :], layout, softmax, begin, end)
         compared = torch.cat([turned, compared[..., sinks:, :]], 3)
     query = softmax.compared(query, layout.query_places, first)
@@ -266,14 +269,14 @@ def group_size(layout: GridLayout, key: Tensor) -> int:
         fits = GROUP_ELEMENTS.get(key.device.type, GROUP_ELEMENTS["cuda"]) // (
             key[:, :, :1].numel() * layout.slots
         )
-    if layout.kept_tokens:
+    if layout.window.kept_tokens:
         fits = min(fits, choosable_segments(layout, key))
     return max(1, fits)
 
 
 def _weights_per_token(weights: Tensor, layout: GridLayout) -> Tensor:
     """`[B, N, H, C, W]` as `[B, H, tokens, places]`, zero for padding."""
-    whole = weights.new_zeros(*weights.shape[:-1], layout.places)
+    whole = weights.new_zeros(*weights.shape[:-1], layout.window.places)
     whole = whole.index_copy(-1, layout.key_places(layout.most_kept), weights)
     return layout.from_grid(whole.transpose(2, 3))
 

@@ -51,7 +51,7 @@ class Kept(NamedTuple):
     def of_state(cls, state: InfiniState, layout: Layout) -> "Kept":
         """What a state keeps."""
         position: Any = state.kept_position
-        places = slice(layout.sink_tokens, layout.ahead)
+        places = slice(layout.window.sink_tokens, layout.window.ahead)
         windows: Any = (
             None if window is None else window[:, :, places] for window in state.windows()
         )
@@ -62,11 +62,11 @@ class Kept(NamedTuple):
         """The state that keeps this."""
 
         def put(window, kept):
-            sinks = window[:, :, : layout.sink_tokens]
+            sinks = window[:, :, : layout.window.sink_tokens]
             # they need none
             sinks = torch.zeros_like(sinks) if window is state.local_score else sinks
             kept = kept.masked_fill(self.position < 0, 0).to(window.dtype)
-            return torch.cat([sinks, kept, window[:, :, layout.ahead :]], 2)
+            return torch.cat([sinks, kept, window[:, :, layout.window.ahead :]], 2)
 
         state = state.map_windows(put, Projections(self.key, *self[:4]))
         return state.having(kept_position=self.position[..., 0].contiguous())
@@ -135,9 +135,9 @@ def sinks_before_kept(
     the tokens that are kept by then, for a window without a gap is that of a plain model."""
     if softmax.rotary is None:
         return sinks
-    kept = layout.left[:, begin:end].clamp(max=layout.kept_tokens)
+    kept = layout.left[:, begin:end].clamp(max=layout.window.kept_tokens)
     # [B, N, S]
-    places = (layout.kept_tokens - kept).unsqueeze(-1) + torch.arange(
+    places = (layout.window.kept_tokens - kept).unsqueeze(-1) + torch.arange(
         sinks.shape[3], device=kept.device
     )
 
@@ -158,12 +158,13 @@ def final_scores(keep_score: str, leaving: Kept, layout: Layout) -> Tensor:
     if "attention" not in KEEP_SCORES[keep_score]:
         return scores
     slots = torch.arange(scores.shape[3], device=scores.device)
-    queries = (
-        ((layout.local_segments + 1) * layout.segment_length - slots).to(scores.dtype).unsqueeze(-1)
-    )
+    queries = (layout.window.span - slots).to(scores.dtype).unsqueeze(-1)
     mean = (scores[..., :1] / queries).clamp(min=LEAST).log()
     return torch.cat(
-        [mean + leaving.position.to(scores.dtype) / (FADE * layout.kept_tokens), scores[..., 1:]],
+        [
+            mean + leaving.position.to(scores.dtype) / (FADE * layout.window.kept_tokens),
+            scores[..., 1:],
+        ],
         -1,
     )
 
@@ -182,7 +183,7 @@ class KeptInGrid:
         )
         self.kept = Kept.of_state(state, layout)
         scores = layout.to_grid(new, state.local_score).detach().transpose(2, 3)
-        self.scores = pad(scores, (0,) * 6 + (layout.local_segments, 0)).clone()
+        self.scores = pad(scores, (0,) * 6 + (layout.window.local_segments, 0)).clone()
         ones = torch.ones(layout.batch, 1, layout.tokens, 1, dtype=torch.bool, device=scores.device)
         self.asking = layout.to_grid(ones, None)[..., 0, 0]
 
@@ -196,7 +197,7 @@ class KeptInGrid:
             query, key, mask, self.asking[:, begin:end].unsqueeze(2), softmax
         )
         received = (
-            received[..., self.layout.sink_tokens :]
+            received[..., self.layout.window.sink_tokens :]
             .unflatten(-1, (-1, self.layout.slots))
             .movedim(3, 0)
         )
@@ -223,7 +224,10 @@ class KeptInGrid:
     def scored(self, tokens: Projections, state: InfiniState) -> tuple[Projections, InfiniState]:
         """The call's tokens, and the state's window, with what they have received."""
         layout, window = self.layout, state.tensors()["local_score"].detach().clone()
-        scores, end = self.scores[:, layout.local_segments :].transpose(2, 3), layout.carried_to
+        scores, end = (
+            self.scores[:, layout.window.local_segments :].transpose(2, 3),
+            layout.carried_to,
+        )
         window[:, :, end - layout.carried : end] = scores.flatten(1, 2)[
             :, : layout.carried
         ].transpose(1, 2)
@@ -235,7 +239,7 @@ def choosable_segments(layout: GridLayout, key: Tensor) -> int:
     limit = CHOICE_ELEMENTS.get(key.device.type, CHOICE_ELEMENTS["cuda"]) // (
         layout.batch * key.shape[-3]
     )
-    return max(1, min(limit // layout.kept_tokens, int((limit / layout.slots) ** 0.5)))
+    return max(1, min(limit // layout.window.kept_tokens, int((limit / layout.slots) ** 0.5)))
 
 
 def with_kept(
@@ -250,11 +254,11 @@ def with_kept(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, as compared, values `[B, N, K, W, D]` and mask of the windows of segments `begin …
     end`, with kept tokens between sinks and segments."""
-    sinks, most = layout.sink_tokens, layout.most_kept
+    sinks, most = layout.window.sink_tokens, layout.most_kept
     if not most:
         return keys, values, mask
     seen = seen.map(lambda part: part[..., -most:, :])
-    places = slice(layout.ahead - most, layout.ahead)
+    places = slice(layout.window.ahead - most, layout.window.ahead)
     first = functools.partial(layout.first_numbers, begin, end)
     pairs = (softmax.compared(seen.key, places, first), keys), (seen.value, values)
     keys, values = (
@@ -286,7 +290,7 @@ def keep_best(
     )
     there, count = kept.position[:, 0, :, 0] >= 0, len(KEEP_SCORES[keep_score])
     # the first gets the odd place
-    shares = [(layout.kept_tokens + number) // count for number in reversed(range(count))]
+    shares = [(layout.window.kept_tokens + number) // count for number in reversed(range(count))]
     best, evicted = choose(rows.score, there, written, shares, documents, rule.holds)
     last, told = (
         rows.taken(best[:, -1:]).map(lambda part: part.squeeze(1)),

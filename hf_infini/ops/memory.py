@@ -131,7 +131,7 @@ class MemoryRule:
         return read * inverse if read.requires_grad else read.mul_(inverse)
 
     def mix(
-        self, local: Tensor, query: Tensor, state: State, gate: Tensor, filled: Tensor
+        self, local: Tensor, query: Tensor, state: State, gate: Any, filled: Tensor
     ) -> Tensor:
         """(1 − s) · local + s · read, equation 5, computed in the dtype of the memory and returned
         in that of `local`; s is sigmoid(β), or 0 where the memory is not `filled`. local: what the

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..options import Window
 from .checks import check_arguments, check_shapes
 from .memory import KEEP_SCORES
 from .positions import rotate
@@ -51,7 +52,7 @@ def naive_infini_attention(
 ) -> Tensor | tuple[Tensor, InfiniState]:
     """[`infini_attention`] with the same arguments and results, one token after the other, all in
     float32 or wider."""
-    window = (segment_length, local_segments, sink_tokens, kept_tokens)
+    window = Window(segment_length, local_segments, sink_tokens, kept_tokens)
     rule = memory_rule(update_rule, feature_map=feature_map, keep_score=keep_score, eps=eps)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
     check_arguments(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..options import places_of
+from ..options import Window
 from .checks import check_window
 from .memory import KEEP_SCORES, MemoryRule
 from .window import ScoreOptions
@@ -97,10 +97,11 @@ class InfiniState:
         `w`, `S` and `K` as of [`infini_attention`]; `rule`: how the memory is written, `None`: by
         the linear rule; `weighted`: whether tokens have a `log_weight`."""
         rule = MemoryRule() if rule is None else rule
-        check_window(segment_length, local_segments, sink_tokens, kept_tokens)
+        window = Window(segment_length, local_segments, sink_tokens, kept_tokens)
+        check_window(window)
         (batch, heads, _, head_dim), value_dim = key.shape, value.shape[-1]
         dtype = torch.promote_types(key.dtype, torch.float32)
-        places = places_of(segment_length, local_segments, sink_tokens, kept_tokens)
+        places = window.places
         scores = len(KEEP_SCORES[rule.keep_score])
         # One zero, seen as a whole window: a call that reads no window and keeps no state pays for
         # none.

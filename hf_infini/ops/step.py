@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..options import Window
 from .kept import Kept, keep_best
 from .layout.base import Layout, last_position, pad
 from .memory import KEEP_SCORES, MemoryRule
@@ -33,14 +34,19 @@ class SegmentBorder(Layout):
 
     def oldest(self, window: Tensor) -> Tensor:
         """The oldest segment of the window, `[batch, heads, L, dim]`."""
-        return window[:, :, self.ahead : self.ahead + self.segment_length]
+        return window[:, :, self.window.ahead : self.window.ahead + self.window.segment_length]
 
     def shift(self, window: Tensor) -> Tensor:
         """The window without its oldest segment, the others moved one segment on."""
         segments = pad(
-            window[:, :, self.ahead + self.segment_length :], (0, 0, 0, self.segment_length)
+            window[:, :, self.window.ahead + self.window.segment_length :],
+            (0, 0, 0, self.window.segment_length),
         )
-        return torch.cat([window[:, :, : self.ahead], segments], 2) if self.ahead else segments
+        return (
+            torch.cat([window[:, :, : self.window.ahead], segments], 2)
+            if self.window.ahead
+            else segments
+        )
 
     def in_complete_rows(
         self, function: Callable[..., tuple[Tensor, ...]], *old: Tensor
@@ -62,16 +68,15 @@ class SegmentBorder(Layout):
 
 def segment_border(
     state: InfiniState,
-    sizes: dict[str, Any],
+    window: Window,
     completing: Tensor | None,
     complete_rows: Tensor | None,
 ) -> SegmentBorder:
     """The border of the rows that complete a segment with the last token of any layer's state, and
-    the counts behind it. `sizes`: of the window, by their names in [`Layout`]; the others as in
-    [`SegmentBorder`]."""
-    length, local, sinks, kept_tokens = sizes.values()
+    the counts behind it; the other arguments as in [`SegmentBorder`]."""
+    length, local, sinks, kept_tokens = window
     last, skipped = state.tokens_seen.unsqueeze(1) - 1, state.local_skipped
-    given: dict[str, Any] = sizes | {name: getattr(state, name) for name in COUNTS}
+    given: dict[str, Any] = {"window": window} | {name: getattr(state, name) for name in COUNTS}
     given |= {
         "positions": last,
         "next_skipped": skipped,
@@ -86,10 +91,10 @@ def segment_border(
         border, oldest_numbers=numbers, taken_in=completing.unsqueeze(1) & (numbers >= sinks)
     )
     if skipped is not None:
-        window = skipped[:, None, :, None]
-        border = replace(border, taken_in=border.taken_in & ~border.oldest(window)[:, 0, :, 0])
-        (window,) = border.in_complete_rows(lambda *given: (border.shift(given[-1]),), window)
-        skipped = window[:, 0, :, 0]
+        skipped = skipped[:, None, :, None]
+        border = replace(border, taken_in=border.taken_in & ~border.oldest(skipped)[:, 0, :, 0])
+        (skipped,) = border.in_complete_rows(lambda *given: (border.shift(given[-1]),), skipped)
+        skipped = skipped[:, 0, :, 0]
     left = state.tokens_left() + border.taken_in.sum(1)
     return replace(border, memory_tokens=(left - kept_tokens).clamp(min=0), next_skipped=skipped)
 
@@ -114,7 +119,7 @@ class StepLayout(SegmentBorder):
     def first_number(self) -> Tensor:
         """`[batch, 1, 1, 1]`, the number in its document of the first token of the row's
         segment."""
-        return (self.positions - self.positions % self.segment_length)[..., None, None]
+        return (self.positions - self.positions % self.window.segment_length)[..., None, None]
 
     def put(self, window: Tensor, new: Tensor, in_place: bool = False) -> Tensor:
         """The window with the new tokens `[batch, heads, 1, dim]` in their slots; `in_place`: if it
@@ -140,7 +145,7 @@ class StepLayout(SegmentBorder):
 
 def step_layout(
     batch: int,
-    sizes: dict[str, Any],
+    window: Window,
     real: Tensor | None,
     position_ids: Tensor | None,
     memory_mask: Tensor | None,
@@ -148,23 +153,23 @@ def step_layout(
     read_back: bool,
     completes_segments: bool = True,
 ) -> StepLayout:
-    """The layout of one more token for every row's document, with masks as bool. `sizes`: as of
-    [`segment_border`]; `read_back`: whether values may be read back from the device; not
-    `completes_segments`: the call leaves the border of a segment to whoever calls, and no row lacks
-    a sink."""
-    length, local, sinks, kept_tokens = sizes.values()
+    """The layout of one more token for every row's document, with masks as bool, as of
+    [`segment_layout`]; `real`: the attention mask. `read_back`: whether values may be read back
+    from the device; not `completes_segments`: the call leaves the border of a segment to whoever
+    calls, and no row lacks a sink."""
+    length, local, sinks, kept_tokens = window
     seen, left, skipped, ahead = (
         state.tokens_seen,
         state.tokens_left(),
         state.local_skipped,
-        sinks + kept_tokens,
+        window.ahead,
     )
     after = seen + (1 if real is None else real[:, 0].long())
     slot, empty = ahead + local * length + seen % length, (kept_tokens - left).clamp(min=0)
     waiting = (local - seen // length).clamp(min=0)  # segments of the window that have not begun
     completing = (after > seen) & (after % length == 0)
     complete_rows, has_gap, has_new_sinks = None, kept_tokens > 0, sinks > 0 and completes_segments
-    stop = ahead + (local + 1) * length
+    stop = window.places
     if read_back:
         stop, gap, fewest, complete = torch.stack(
             [slot.amax() + 1, empty.amax(), seen.amin(), completing.sum()]
@@ -194,12 +199,14 @@ def step_layout(
             torch.zeros_like(rows, dtype=torch.bool) if memory_mask is None else ~memory_mask[:, 0]
         )
         new = new if real is None else new & real[:, 0]
-        skipped = new.new_zeros(batch, ahead + (local + 1) * length) if skipped is None else skipped
+        skipped = new.new_zeros(batch, window.places) if skipped is None else skipped
         skipped = skipped.index_put((rows, slot), new)
         skipped = skipped if sink is None else skipped.index_put((rows, sink), new)
     last = last_position(1, real, position_ids, state.last_position)
     state = state.having(tokens_seen=after, last_position=last, local_skipped=skipped)
-    border = segment_border(state, sizes, completing if completes_segments else None, complete_rows)
+    border = segment_border(
+        state, window, completing if completes_segments else None, complete_rows
+    )
     given: dict[str, Any] = {field.name: getattr(border, field.name) for field in fields(border)}
     given |= {
         "positions": seen.unsqueeze(1),
@@ -238,14 +245,16 @@ def attend_step(call: AttentionCall) -> Attended:
     if state.local_score is not None:
         scores = state.local_score.detach()  # which `put` has allowed to write into
         if layout.sink is not None:
-            scores[:, :, : layout.sink_tokens].zero_()  # they need none
+            scores[:, :, : layout.window.sink_tokens].zero_()  # they need none
         if "attention" in KEEP_SCORES[rule.keep_score]:
             # `[B, K, places seen]`, of the mean over a group's heads and without kept tokens;
             # scores: `[B, K, places, R]`
             received = masked_scores(grouped.detach(), seen_keys.detach(), layout.unkept, softmax)
             received = received.softmax(-1, dtype=scores.dtype).mean(2)
             received = received if layout.real is None else received * layout.real.unsqueeze(2)
-            scores[:, :, layout.ahead : layout.seen.stop, 0] += received[:, :, layout.ahead :]
+            scores[:, :, layout.window.ahead : layout.seen.stop, 0] += received[
+                :, :, layout.window.ahead :
+            ]
         state = state.having(local_score=scores)
     weights = None
     if softmax.written_out or softmax.softcap or are_few(grouped):
@@ -253,7 +262,7 @@ def attend_step(call: AttentionCall) -> Attended:
         if layout.real is not None:
             weights = weights.masked_fill(~layout.real[:, :, None, None], 0)
         output = product(weights, seen_values).to(values.dtype)
-        weights = F.pad(weights, (0, layout.places - layout.seen.stop)).reshape(
+        weights = F.pad(weights, (0, layout.window.places - layout.seen.stop)).reshape(
             *query.shape[:3], -1
         )
     else:
@@ -290,7 +299,7 @@ def with_segments_complete(
         )
         keys, values, log_weights, scores = oldest  # [B, 1, K, L, dim]
         mask, dtype = taken_in[:, None, None, :], rows.memory.dtype
-        if border.kept_tokens:
+        if border.window.kept_tokens:
             number = numbers[:, None, None, :, None].expand_as(scores[..., :1])
             leaving, before = (
                 Kept(keys, values, log_weights, scores, number),

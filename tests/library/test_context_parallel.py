@@ -103,7 +103,7 @@ def differences(seeds: range, dtype: torch.dtype) -> list[tuple[int, str, float]
             for module in model.modules():
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0.0
-        tokens = draw.randint(2 * size, 4 * model.config.window[0] * size)
+        tokens = draw.randint(2 * size, 4 * model.config.segment_length * size)
         batch = rows_of(draw, tokens)
         if draw.random() < 0.3:  # of some layers or states nothing has a gradient, on any rank
             trained = draw.choice(

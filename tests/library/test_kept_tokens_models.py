@@ -337,7 +337,7 @@ def test_a_share_is_rounded_down_as_it_is_written():
     config = patch_model(
         decoder("llama"), **WINDOW, kept_tokens=100, kept_shares=[0.29, 0.57, 0.299, 2]
     ).config
-    assert [window[3] for window in config.windows.values()] == [29, 57, 29, 200]
+    assert [window.kept_tokens for window in config.windows.values()] == [29, 57, 29, 200]
     assert config.places == 2 + 200 + 16
 
 

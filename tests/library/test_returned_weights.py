@@ -10,6 +10,7 @@ from hf_infini.ops.layout.build import segment_layout
 from hf_infini.ops.rules import memory_rule
 from hf_infini.ops.state import AttentionCall, InfiniState, Projections
 from hf_infini.ops.window import ScoreOptions
+from hf_infini.options import Window
 from models import infini_gpt2, token_ids
 
 
@@ -46,8 +47,9 @@ def with_weights(case, cuts):
     of_tokens = {
         name: options.pop(name, None) for name in ("attention_mask", "position_ids", "memory_mask")
     }
-    window = (case.segment_length, options.pop("local_segments"), options.pop("sink_tokens", 0))
-    of_scores = {name: options.pop(name, None) for name in ("softcap", "rotary")}
+    window = case.window()
+    options = {name: option for name, option in options.items() if name not in Window._fields}
+    of_scores = {name: options.pop(name, None) for name in ("softcap", "rotary", "far_rotary")}
     softmax = ScoreOptions(written_out=True, **of_scores)
     rule = memory_rule(**options)
     outputs, weights = [], []
@@ -56,7 +58,7 @@ def with_weights(case, cuts):
             name: None if tensor is None else tensor[:, begin:end]
             for name, tensor in of_tokens.items()
         }
-        layout = segment_layout(len(case.query), end - begin, *window, state=state, **now)
+        layout = segment_layout(len(case.query), end - begin, window, state=state, **now)
         pieces = Projections(
             *(None if tensor is None else tensor[:, :, begin:end] for tensor in tensors)
         )

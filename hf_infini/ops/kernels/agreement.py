@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...options import Window
 from ..attention import attend_grid, prepared
 from ..layout.build import segment_layout
 from ..state import AttentionCall, InfiniState, Projections
@@ -41,8 +42,8 @@ def disagreement(call: AttentionCall) -> str | None:
         query.shape[1::2],
         key.shape[1],
         value.shape[3],
-        layout.window_sizes[:3],
-        min(layout.ahead, 64),
+        layout.window[:3],
+        min(layout.window.ahead, 64),
     )
     form = (
         learns,
@@ -105,11 +106,14 @@ def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[
     """How far what the kernels find is from plain torch's in float32, of the largest number of each
     tensor."""
     (query, key, value, log_weight, _), layout, softmax = call.tokens, call.layout, call.softmax
-    (length, local, sinks, kept), device = layout.window_sizes, query.device
+    (length, local, sinks, kept), device = layout.window, query.device
     draw, most = torch.Generator(device).manual_seed(0), (local + 1) * length
     # how many are kept is not compiled in
     begin, kept = (most + length + sinks + 3 if layout.begun else 0), min(kept, 64)
-    tokens, window = begin + most + 3 * length + sinks + 2 * kept + 3, (length, local, sinks, kept)
+    tokens, window = (
+        begin + most + 3 * length + sinks + 2 * kept + 3,
+        Window(length, local, sinks, kept),
+    )
     if kept and not layout.most_kept:  # nothing has left the window
         begin = max(1, most // 2) if layout.begun else 0
         tokens = max(most, begin + 2)
@@ -143,7 +147,7 @@ def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[
         with torch.no_grad():  # as of a call that reads how many tokens are kept
             of_cut = {name: mask[:, cut] for name, mask in masks.items()}
             laid_out = segment_layout(
-                1, cut.stop - cut.start, *window, **of_cut, state=state, device=device
+                1, cut.stop - cut.start, window, **of_cut, state=state, device=device
             )
         if state is None:
             state = InfiniState.initial(

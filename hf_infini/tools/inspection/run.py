@@ -245,7 +245,7 @@ def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor
             return super().read(features, memory, normaliser)
 
     made = {"rule": call.rule, "weighted": tokens.log_weight is not None}
-    state = InfiniState.initial(tokens.key, tokens.value, *call.layout.window_sizes, **made)
+    state = InfiniState.initial(tokens.key, tokens.value, *call.layout.window, **made)
     call = call._replace(
         tokens=tokens, gate=gate, state=state, rule=Watched(**vars(call.rule)), return_state=True
     )
@@ -276,7 +276,7 @@ def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
     S + 1, T]` bool."""
     moments = torch.arange(layout.segments + 1, device=segments.device)
     latest = moments.minimum(
-        layout.document[:, -1:] + layout.tokens_seen.unsqueeze(1) // layout.segment_length
+        layout.document[:, -1:] + layout.tokens_seen.unsqueeze(1) // layout.window.segment_length
     )
     ago = latest.unsqueeze(2) - segments.unsqueeze(1)  # [B, S + 1, T], in segments
     document = layout.document.expand(len(segments), -1)
@@ -286,8 +286,8 @@ def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
         skipped = layout.from_grid(layout.skipped[..., None, None])[..., 0].unsqueeze(1)
         left = torch.where(skipped, NONE, left)
     fates = torch.where(taken_in, MEMORY, left)
-    fates = torch.where((ago <= layout.local_segments).unsqueeze(1), WINDOW, fates)
-    fates = torch.where((layout.positions < layout.sink_tokens)[:, None, None], SINK, fates)
+    fates = torch.where((ago <= layout.window.local_segments).unsqueeze(1), WINDOW, fates)
+    fates = torch.where((layout.positions < layout.window.sink_tokens)[:, None, None], SINK, fates)
     return torch.where(here.unsqueeze(1), fates, NONE).to(torch.int8)
 
 

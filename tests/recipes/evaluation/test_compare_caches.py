@@ -12,7 +12,6 @@ from decoders import decoder
 from evaluation import caches, inference, presses
 from hf_infini import patch_model, save_adapter, unpatch_model
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
-from hf_infini.options import places_of
 from recall import tasks
 from running import load_recipe
 
@@ -137,7 +136,7 @@ def test_the_layers_have_the_shares_of_an_adapter_and_hold_as_many_tokens(folder
     for way in caches.BOUNDED:
         with caches.bounded(model, str(tmp_path), way, 64):
             assert model.config.kept_shares == (None if way == "window" else shares)
-            held = {layer: places_of(*window) for layer, window in model.config.windows.items()}
+            held = {layer: window.places for layer, window in model.config.windows.items()}
             assert inference.tokens_held(model.config) == 64 and (
                 way == "window" or [*held.values()] == [50, 78, 92, 36]
             )
