@@ -84,6 +84,9 @@ class Window(NamedTuple):
 # the default first; a rule is a file of its name in ops/rules/
 UpdateRule = Literal["linear", "delta", "gated_delta", "none"]
 UPDATE_RULES = get_args(UpdateRule)
+# the default first; a score is a file of its name in ops/keeping/
+KeepScore = Literal["attention", "learned", "half", "key_norm"]
+KEEP_SCORES = get_args(KeepScore)
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -123,7 +126,8 @@ class MemoryOptions(ConfigBase):
             the window, which fades (a token that is `2 * kept_tokens` older must have received e
             times as much); `"learned"`, those with the largest w·x, with x the input of the layer's
             projections and a w for each key/value head that starts at zero (then the earliest are
-            kept); or `"half"`, half of the places for each of the two.
+            kept); `"half"`, half of the places for each of the two; or `"key_norm"`, those with the
+            smallest keys, which needs neither attention nor learning.
         gate_init (`float`, *optional*, defaults to 0.0):
             First value of every head's gate logit β; the memory's share of the output is
             sigmoid(β).
@@ -151,7 +155,7 @@ class MemoryOptions(ConfigBase):
     sink_tokens: int = number(0, at_least=0)
     kept_tokens: int = number(0, at_least=0, at_most=2**20)
     kept_shares: list[float | int] | None = None
-    keep_score: Literal["attention", "learned", "half"] = "attention"
+    keep_score: KeepScore = "attention"
     gate_init: float | int = number(0.0, at_least=-1000, at_most=80)  # e^β is a number in float32
     layers: list[int] | None = None
     memory_conv: int = number(0, at_least=0, at_most=1024)
@@ -204,7 +208,7 @@ class MemoryOptions(ConfigBase):
             return
         if self.segment_length is None:
             raise ValueError("give segment_length, the tokens of a segment, such as 256.")
-        count, scores = self.num_hidden_layers, {"attention": 0, "learned": 1, "half": 2}
+        count = self.num_hidden_layers
         shares_fit = self.kept_shares is None or (
             len(self.kept_shares) == count
             and all(0 <= share <= 99 for share in self.kept_shares)
@@ -219,11 +223,6 @@ class MemoryOptions(ConfigBase):
                 self.sink_tokens >= self.segment_length,
                 f"sink_tokens must be fewer than the {self.segment_length} tokens of a segment; "
                 f"got {self.sink_tokens}",
-            ),
-            (
-                self.kept_tokens < scores[self.keep_score],
-                f"keep_score={self.keep_score!r} says which tokens are kept: give kept_tokens, "
-                f"such as 256, with it; got {self.kept_tokens}",
             ),
             (
                 not shares_fit,

@@ -20,6 +20,7 @@ from transformers.cache_utils import (
 
 from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
+from ..ops.keeping import SCORES
 from ..ops.rules import RULES
 from ..ops.state import InfiniState
 from ..options import key_heads
@@ -350,9 +351,10 @@ def cache_bytes(config: PreTrainedConfig) -> int:
     dtype = dtype_of(config)
     key, value = (torch.empty(1, heads, 0, width, dtype=dtype, device="meta") for width in widths)
     learned = bool(rule.parameters(1, 1)) or config.memory_write == "learned"
-    windows = config.windows.values()
+    windows, scores = config.windows.values(), SCORES[config.keep_score].count
     states = (
-        InfiniState.initial(key, value, *window, rule=rule, weighted=learned) for window in windows
+        InfiniState.initial(key, value, *window, rule=rule, weighted=learned, scores=scores)
+        for window in windows
     )
     recent = max(config.memory_conv - 1, 0) * config.hidden_size * dtype.itemsize
     return sum(state.nbytes() + recent for state in states)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from ..ops.keeping import SCORES
 from ..ops.rules import RULES
 from ..ops.step import segment_border, with_segments_complete
 from ..options import first_layers
@@ -90,14 +91,15 @@ class StepCache(InfiniCache):
         length = self._config.segment_length
         rows = self._borders.get(self._steps % length)
         if rows is not None:
-            rule, borders = RULES[self._config.update_rule].of(self._config), {}
+            config, borders = self._config, {}
+            ways = RULES[config.update_rule].of(config), SCORES[config.keep_score]
             for window, layer in first_layers(self.windows).items():
                 state = self.layers[layer].state
                 complete = state.tokens_seen % length == 0
                 borders[window] = segment_border(state, window, complete, rows)
             for layer, window in self.windows.items():
                 state = self.layers[layer].state
-                new = with_segments_complete(rule, state, borders[window]).after(borders[window])
+                new = with_segments_complete(*ways, state, borders[window]).after(borders[window])
                 write_into(state.tensors(), new.tensors())
         cache.in_step = False
 

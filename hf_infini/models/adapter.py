@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 from ..compat.class_lookups import PREFIX
 from ..compat.peft_saving import UnsavedMemoryWarning, with_saving
 from ..layers.memory_layer import PARAMETERS, gates_of, memory_layers
+from ..ops.keeping import SCORES
 from .base import InfiniPreTrainedMixin
 from .patching import patch_model
 from .structure import inside_of
@@ -127,8 +128,8 @@ def load_adapter(
         path: a folder, or a name on the Hub.
         kept_tokens: how many tokens a head keeps on average, by the same scores; `None`: as many as
             when it was saved.
-        keep_score: "learned" or "half", which take each other's scores; `None`: as when it was
-            saved.
+        keep_score: one that learns the same: "learned" and "half" take each other's scores; `None`:
+            as when it was saved.
         hub: `revision`, `token`, … of a name on the Hub.
 
     Returns:
@@ -149,10 +150,12 @@ def load_adapter(
     _check_model(path, describe(model), record["model"])
     config, options = _peft_config(path, hub), record["options"]
     saved = options.get("keep_score", "attention")
-    if keep_score not in (None, saved) and "attention" in (keep_score, saved):
+    # those that learn the same
+    alike = [name for name, score in SCORES.items() if score.learns == SCORES[saved].learns]
+    if keep_score not in (None, *alike):
         raise ValueError(
-            f"the adapter was saved with keep_score={saved!r}: only 'learned' and "
-            "'half' share scores."
+            f"the adapter was saved with keep_score={saved!r}: only "
+            f"{' and '.join(map(repr, alike))} share scores."
         )
     given = {"kept_tokens": kept_tokens, "keep_score": keep_score}
     adapted = patch_model(

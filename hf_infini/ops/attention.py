@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ..options import Window
 from .checks import check_arguments
-from .kept import KeptInGrid, choosable_segments, first_scores, sinks_before_kept, with_kept
+from .keeping import token_score
+from .keeping.choose import KeptInGrid, choosable_segments, sinks_before_kept, with_kept
 from .layout.base import GridLayout
 from .layout.build import segment_layout
 from .memory import EPS
@@ -118,7 +119,8 @@ def infini_attention(
         ValueError: shapes, options or the state do not fit together; the message names them.
     """
     window = Window(segment_length, local_segments, sink_tokens, kept_tokens)
-    rule = memory_rule(update_rule, feature_map=feature_map, keep_score=keep_score, eps=eps)
+    rule = memory_rule(update_rule, feature_map=feature_map, eps=eps)
+    score = token_score(keep_score)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
     check_arguments(
         query,
@@ -128,6 +130,7 @@ def infini_attention(
         log_weight,
         learned_score,
         rule,
+        score,
         window,
         rotary,
         far_rotary,
@@ -145,9 +148,10 @@ def infini_attention(
     turning: Any = {"rotary": rotary, "turn": turn, "far_rotary": far_rotary}
     softmax = ScoreOptions(scaling, dropout, softcap=softcap, **turning)
     if state is None:
-        state = InfiniState.initial(key, value, *window, rule=rule, weighted=log_weight is not None)
+        made: Any = {"rule": rule, "weighted": log_weight is not None, "scores": score.count}
+        state = InfiniState.initial(key, value, *window, **made)
     output, new_state, _ = attend(
-        AttentionCall(tokens, gate, layout, rule, softmax, state, return_state)
+        AttentionCall(tokens, gate, layout, rule, softmax, state, score, return_state)
     )
     return (output, new_state) if return_state and new_state is not None else output
 
@@ -166,7 +170,8 @@ def prepared(call: AttentionCall) -> AttentionCall:
     does not fit."""
     tokens, layout, rule = call.tokens, call.layout, call.rule
     if layout.window.kept_tokens:
-        tokens = tokens._replace(score=first_scores(rule.keep_score, tokens.key, tokens.score))
+        first = call.keep_score.first(tokens.key, tokens.value, tokens.score)
+        tokens = tokens._replace(score=first)
     return call._replace(
         tokens=tokens, state=call.state.checked_for(tokens, layout.window.places, rule)
     )
@@ -254,7 +259,7 @@ def state_after(
     if keeping is not None:
         tokens, state = keeping.scored(tokens, state)
     state = state.map_windows(lambda window, new: layout.next_window(new, window), tokens)
-    state = state if keeping is None else keeping.kept.into(state, layout)
+    state = state if keeping is None else keeping.kept.into(state, layout.window)
     # Copies, for these are two of many states that the call made, and would keep all of them in
     # memory
     memory, normaliser = (part.clone() for part in memory_and_normaliser)

@@ -17,10 +17,21 @@ LIMITS = {
 
 
 def check_arguments(
-    query, key, value, gate, log_weight, learned_score, rule, window, rotary, far_rotary, **numbers
+    query,
+    key,
+    value,
+    gate,
+    log_weight,
+    learned_score,
+    rule,
+    score,
+    window,
+    rotary,
+    far_rotary,
+    **numbers,
 ) -> None:
     """ValueError unless these arguments of [`infini_attention`] fit each other, and `numbers` are
-    within [`LIMITS`]."""
+    within [`LIMITS`]; `rule`, `score` and `window` are what it makes of its options."""
     check_window(window, rotary)
     if far_rotary is not None:
         if rotary is None or len(far_rotary[0]) != len(rotary):
@@ -52,11 +63,11 @@ def check_arguments(
         raise ValueError("log_weight is for what a memory takes in: leave it out.")
     if heads % kv_heads:
         raise ValueError(f"the {kv_heads} key/value heads must divide the {heads} query heads.")
-    if (learned_score is None) == (window.kept_tokens > 0 and rule.keep_score != "attention"):
+    if (learned_score is None) == (window.kept_tokens > 0 and bool(score.learns)):
         raise ValueError(
-            "learned_score goes with kept_tokens and a keep_score of 'learned' or 'half', and "
-            f"with nothing else; got {'none' if learned_score is None else 'one'} with "
-            f"kept_tokens={window.kept_tokens} and keep_score={rule.keep_score!r}."
+            "learned_score goes with kept_tokens and a keep_score that is learned, such as 'half', "
+            f"and with nothing else; got {'none' if learned_score is None else 'one'} with "
+            f"kept_tokens={window.kept_tokens} and keep_score={score.keep_score!r}."
         )
     for name, tensor, wanted in (
         ("key", key, (batch, kv_heads, tokens, head_dim)),

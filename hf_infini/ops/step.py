@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..options import Window
-from .kept import Kept, keep_best
+from .keeping.choose import Kept, keep_best
+from .keeping.score import TokenScore
 from .layout.base import Layout, last_position, pad
-from .memory import KEEP_SCORES, MemoryRule
+from .memory import MemoryRule
 from .state import COUNTS, OF_LAYER, Attended, AttentionCall, InfiniState
 from .window import are_few, masked_scores, product, softmax_weights
 
@@ -222,7 +223,7 @@ def step_layout(
 
 def attend_step(call: AttentionCall) -> Attended:
     """[`attend`] for one token per row, which returns the weights wherever they are written out."""
-    tokens, gate, layout, rule, softmax, state, _, in_place = call
+    tokens, gate, layout, rule, softmax, state, keep_score, _, in_place = call
     own_scores = state.local_score
 
     def put(window: Tensor, new: Tensor) -> Tensor:
@@ -246,13 +247,13 @@ def attend_step(call: AttentionCall) -> Attended:
         scores = state.local_score.detach()  # which `put` has allowed to write into
         if layout.sink is not None:
             scores[:, :, : layout.window.sink_tokens].zero_()  # they need none
-        if "attention" in KEEP_SCORES[rule.keep_score]:
+        if keep_score.receiving is not None:
             # `[B, K, places seen]`, of the mean over a group's heads and without kept tokens;
             # scores: `[B, K, places, R]`
             received = masked_scores(grouped.detach(), seen_keys.detach(), layout.unkept, softmax)
             received = received.softmax(-1, dtype=scores.dtype).mean(2)
             received = received if layout.real is None else received * layout.real.unsqueeze(2)
-            scores[:, :, layout.window.ahead : layout.seen.stop, 0] += received[
+            scores[:, :, layout.window.ahead : layout.seen.stop, keep_score.receiving] += received[
                 :, :, layout.window.ahead :
             ]
         state = state.having(local_score=scores)
@@ -277,14 +278,14 @@ def attend_step(call: AttentionCall) -> Attended:
             held = state.memory.unsqueeze(1), state.normaliser.unsqueeze(1)
             local, query = output.unsqueeze(1), tokens.query.unsqueeze(1)
             output = rule.mix(local, query, held, gate, layout.filled).squeeze(1)
-        state = with_segments_complete(rule, state, layout)
+        state = with_segments_complete(rule, keep_score, state, layout)
     if layout.real is not None:
         output = output.masked_fill(~layout.real[:, :, None, None], 0)
     return output, state.after(layout), weights
 
 
 def with_segments_complete(
-    rule: MemoryRule, state: InfiniState, border: SegmentBorder
+    rule: MemoryRule, keep_score: TokenScore, state: InfiniState, border: SegmentBorder
 ) -> InfiniState:
     """The state whose rows that complete a segment have written the oldest one of their window; its
     counts stay."""
@@ -303,9 +304,12 @@ def with_segments_complete(
             number = numbers[:, None, None, :, None].expand_as(scores[..., :1])
             leaving, before = (
                 Kept(keys, values, log_weights, scores, number),
-                Kept.of_state(rows, border),
+                Kept.of_state(rows, border.window),
             )
-            _, kept, evicted = keep_best(before, leaving, taken_in.unsqueeze(1), rule, border)
+            taken = taken_in.unsqueeze(1)
+            _, kept, evicted = keep_best(
+                before, leaving, taken, keep_score, border.window, evicts=rule.holds
+            )
             if evicted is not None:
                 keys, values, log_weights, _, number = evicted
                 mask = number[..., 0] >= 0
@@ -315,7 +319,7 @@ def with_segments_complete(
             written = rule.written(keys.to(dtype), values.to(dtype), log_weights, mask)
             _, memory = rule.states(written, *memory)
         rows = rows.map_windows(border.shift).having(memory=memory[0], normaliser=memory[1])
-        rows = rows if kept is None else kept.into(rows, border)
+        rows = rows if kept is None else kept.into(rows, border.window)
         return tuple(getattr(rows, name) for name in old)
 
     old = state.tensors(OF_LAYER)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from hf_infini import InfiniState, naive_infini_attention
+from hf_infini.ops.keeping import SCORES
 from hf_infini.ops.positions import rotation
 from hf_infini.ops.rules import RULES
-from hf_infini.options import UPDATE_RULES, Window
+from hf_infini.options import KEEP_SCORES, UPDATE_RULES, Window
 
 TENSORS = ("query", "key", "value", "log_weight", "learned_score")
 
@@ -142,9 +143,10 @@ def keeping_case(seed: int | random.Random, dtype=torch.float64, **fixed) -> Cas
     draw = torch.Generator().manual_seed(seed if isinstance(seed, int) else pick.randrange(1000))
     case = random_case(seed, dtype, **fixed)
     shape, options = case.key.shape[:3], case.options
-    options["keep_score"] = pick.choice(["attention", "learned", "half"])
-    options["kept_tokens"] = pick.choice([1, 2, 3, 5, 8, 40]) + (options["keep_score"] == "half")
-    if options["keep_score"] != "attention":  # some are equal
+    score = SCORES[fixed.get("keep_score", pick.choice(KEEP_SCORES))]
+    options["keep_score"] = score.keep_score
+    options["kept_tokens"] = pick.choice([1, 2, 3, 5, 8, 40]) + score.count - 1
+    if score.learns:  # some are equal
         options["learned_score"] = torch.randint(0, 9, shape, generator=draw).to(dtype)
     if "rotary" in options:
         given = case.segment_length, options, case.key.shape[-1], dtype

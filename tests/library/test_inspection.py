@@ -18,6 +18,7 @@ from hf_infini import (
 )
 from hf_infini.models.structure import attention_layers, decoder_of
 from hf_infini.ops.attention import forced_backend
+from hf_infini.options import KEEP_SCORES
 from hf_infini.tools.inspection import inspect_attention
 from hf_infini.tools.inspection.heads import DIMENSIONS, KEPT, MEMORY, SINK, WINDOW
 from hf_infini.tools.inspection.run import softmax_parts
@@ -40,7 +41,7 @@ def patched(model_type: str, **options):
 def drawn(seed: int) -> dict:
     """Options of a window of any shape, with kept tokens: in the first as many as there are."""
     draw = random.Random(seed)
-    length, score = draw.randint(2, 11), draw.choice(["attention", "learned", "half"])
+    length, score = draw.randint(2, 11), draw.choice(KEEP_SCORES)
     window = {
         "segment_length": length,
         "local_segments": draw.randint(0, 2),
@@ -212,14 +213,14 @@ def naive(call, value, gate, skipped, return_state=False):
     key, rule, softmax, score = call.tokens.key, call.rule, call.softmax, call.tokens.score
     window = call.layout.window
     weight = call.tokens.log_weight
-    state = InfiniState.initial(key, value, *window, rule=rule, weighted=weight is not None)
-    options = {
-        name: getattr(rule, name) for name in ("update_rule", "feature_map", "eps", "keep_score")
-    }
+    made = {"weighted": weight is not None, "scores": call.keep_score.count}
+    state = InfiniState.initial(key, value, *window, rule=rule, **made)
+    options = {name: getattr(rule, name) for name in ("update_rule", "feature_map", "eps")}
+    options["keep_score"] = call.keep_score.keep_score
     options |= {name: getattr(softmax, name) for name in ("scaling", "softcap", "rotary", "turn")}
     given = {"state": state, "log_weight": weight, "memory_mask": ~skipped}
     given |= {
-        "learned_score": None if rule.keep_score == "attention" else score[..., -1],
+        "learned_score": score[..., -1] if call.keep_score.learns else None,
         "return_state": return_state,
     }
     return naive_infini_attention(

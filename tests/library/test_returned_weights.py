@@ -6,6 +6,7 @@ from hypothesis import given
 
 from cases import cut_cases, examples
 from hf_infini.ops.attention import attend
+from hf_infini.ops.keeping import SCORES
 from hf_infini.ops.layout.build import segment_layout
 from hf_infini.ops.rules import memory_rule
 from hf_infini.ops.state import AttentionCall, InfiniState, Projections
@@ -66,7 +67,16 @@ def with_weights(case, cuts):
             weighted = pieces.log_weight is not None
             state = InfiniState.initial(case.key, case.value, *window, rule=rule, weighted=weighted)
         output, state, weight = attend(
-            AttentionCall(pieces, case.gate, layout, rule, softmax, state, return_state=True)
+            AttentionCall(
+                pieces,
+                case.gate,
+                layout,
+                rule,
+                softmax,
+                state,
+                SCORES["attention"],
+                return_state=True,
+            )
         )
         outputs.append(output)
         weights.append(weight)

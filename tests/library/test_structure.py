@@ -2,11 +2,13 @@
 types."""
 
 import ast
+import functools
 import inspect
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
 import torch
 
 import hf_infini
@@ -17,8 +19,9 @@ from models import token_ids
 ROOT = Path(hf_infini.__file__).parent
 # from the bottom up
 ROOMS = ("options", "ops", "compat", "cache", "layers", "models", "tools", "command")
-# What one forward pass of a patched Llama meets at most
-FILES, TYPES = 11, 18
+# What one forward pass of a patched Llama meets at most, in the setting that the README shows: with
+# sinks, kept tokens and a cache
+FILES, TYPES = 13, 21
 
 
 def name_of(path: Path) -> str:
@@ -105,9 +108,15 @@ def met_in(call) -> tuple[set[str], set[str], set[str]]:
 
 
 @torch.no_grad()
-def test_a_forward_pass_meets_few_files_and_types():
-    model = patch_model(decoder("llama", num_hidden_layers=2), segment_length=4)
-    files, functions, types = met_in(lambda: model(token_ids(1, 19)))
+@pytest.mark.parametrize("tokens", [19, 1], ids=["prefill", "step"])
+@pytest.mark.parametrize("update_rule", ["linear", "none"])
+def test_a_forward_pass_meets_few_files_and_types(update_rule, tokens):
+    window = {"segment_length": 4, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 5}
+    decoder_of_two = decoder("llama", num_hidden_layers=2)
+    model = patch_model(decoder_of_two, **window, update_rule=update_rule)
+    cache = model(token_ids(1, 19), use_cache=True).cache if tokens == 1 else None
+    call = functools.partial(model, token_ids(1, tokens), cache=cache, use_cache=True)
+    files, functions, types = met_in(call)
     print(
         f"\n{len(files)} files, {len(functions)} functions, {len(types)} types: "
         f"{sorted(files)}, {sorted(types)}"

@@ -47,6 +47,19 @@ assert "squashed+conv" in mqar.MIXERS and "infini-squashed" in CONTESTANTS
 """
 
 
+def with_a_choice(options: Path, kind: str, name: str) -> None:
+    """Adds a name to one of the choices of options.py, in place."""
+    text, count = re.subn(
+        rf"^({kind} = Literal\[.*?)(?=,?\s*\]$)",
+        rf'\1, "{name}"',
+        options.read_text("utf-8"),
+        count=1,
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    assert count, f"{options} has no choices {kind}"
+    options.write_text(text, "utf-8")
+
+
 @pytest.mark.slow
 def test_the_rule_of_contributing_is_one_file_and_a_name(tmp_path):
     package = shutil.copytree(Path(hf_infini.__file__).parent, tmp_path / "hf_infini")
@@ -54,10 +67,7 @@ def test_the_rule_of_contributing_is_one_file_and_a_name(tmp_path):
     section = page.partition("## Add an update rule")[2]
     code = re.search("```python\n(.*?)```", section, re.DOTALL)
     (package / "ops" / "rules" / "squashed.py").write_text(code[1])
-    options = (package / "options.py").read_text("utf-8")
-    (package / "options.py").write_text(
-        options.replace('"gated_delta"]', '"gated_delta", "squashed"]', 1)
-    )
+    with_a_choice(package / "options.py", "UpdateRule", "squashed")
     path = [str(tmp_path), str(ROOT / "tests" / "helpers"), str(ROOT / "recipes")]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path / "saved"],

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...options import Window
 from ..attention import attend_grid, prepared
+from ..keeping import SCORES
 from ..layout.build import segment_layout
 from ..state import AttentionCall, InfiniState, Projections
 from .attend import run
@@ -137,7 +138,7 @@ def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[
             "attention_mask": columns != begin + 1,
             "position_ids": columns - (columns > begin + 2) * (begin + 3),
         }
-    rule = replace(call.rule, keep_score="learned" if kept else call.rule.keep_score)
+    keep_score = SCORES["learned"]  # which needs nothing of a model
 
     def attended(way: Any, kind: torch.dtype, cut: slice, state: Any) -> tuple[list[Tensor], Any]:
         """What has gradients of a call of these tokens; and what comes of it."""
@@ -151,7 +152,7 @@ def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[
             )
         if state is None:
             state = InfiniState.initial(
-                inputs[1], inputs[2], *window, rule=rule, weighted=log_weight is not None
+                inputs[1], inputs[2], *window, rule=call.rule, weighted=log_weight is not None
             )
         rest: Any = (
             inputs[3] if log_weight is not None else None,
@@ -164,9 +165,10 @@ def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[
             Projections(inputs[0], inputs[1], inputs[2], *rest),
             inputs[len(leaves)],
             laid_out,
-            rule,
+            call.rule,
         )
-        made += replace(softmax, rotary=tables), state, call.return_state or cut.stop == begin
+        made += replace(softmax, rotary=tables), state, keep_score
+        made += (call.return_state or cut.stop == begin,)
         return inputs, way(prepared(AttentionCall(*made)))
 
     def computed(way: Any, kind: torch.dtype) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ..attention import compared_window, group_size, keeping_of, state_after
-from ..kept import Kept, KeptInGrid, row_numbers
+from ..keeping.choose import Kept, KeptInGrid, row_numbers
 from ..layout.base import GridLayout
 from ..positions import rotate
 from ..state import Attended, AttentionCall

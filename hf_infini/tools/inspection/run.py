@@ -198,7 +198,7 @@ def _memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     widened: Any = (None if part is None else _widen(part) for part in call.tokens)
     call = call._replace(tokens=Projections(*widened))
     if not call.rule.holds:  # as with a memory that nobody reads
-        rule, heads = MemoryRule(keep_score=call.rule.keep_score), call.tokens.query.shape[1]
+        rule, heads = MemoryRule(), call.tokens.query.shape[1]
         closed = call.tokens.query.new_full((heads,), -torch.inf)
         call = call._replace(rule=rule, gate=closed)
     gate = _widen(call.gate)
@@ -244,7 +244,8 @@ def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor
             held.append(memory)
             return super().read(features, memory, normaliser)
 
-    made = {"rule": call.rule, "weighted": tokens.log_weight is not None}
+    made: dict[str, Any] = {"rule": call.rule, "weighted": tokens.log_weight is not None}
+    made["scores"] = call.keep_score.count
     state = InfiniState.initial(tokens.key, tokens.value, *call.layout.window, **made)
     call = call._replace(
         tokens=tokens, gate=gate, state=state, rule=Watched(**vars(call.rule)), return_state=True
