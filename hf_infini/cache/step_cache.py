@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from ..ops.backends.step import with_segments_complete
 from ..ops.keeping import SCORES
+from ..ops.layout.step import segment_border
 from ..ops.rules import RULES
-from ..ops.step import segment_border, with_segments_complete
 from ..options import first_layers
 from .cache import TEXT_END, InfiniCache
 

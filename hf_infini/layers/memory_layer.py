@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from ..compat.execution_device import device_of
 from ..compat.swap_class import swap_class
-from ..ops.attention import attend
+from ..ops.backends import attend
 from ..ops.convolution import short_convolution
 from ..ops.keeping import SCORES
 from ..ops.keeping.score import TokenScore

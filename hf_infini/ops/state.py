@@ -225,6 +225,16 @@ class AttentionCall(NamedTuple):
     return_state: bool = False
     in_place: bool = False  # a single token may overwrite the given state
 
+    def prepared(self) -> "AttentionCall":
+        """The call with the first scores of its tokens, and a state of their dtype. ValueError
+        where the state does not fit."""
+        tokens, window = self.tokens, self.layout.window
+        if window.kept_tokens:
+            first = self.keep_score.first(tokens.key, tokens.value, tokens.score)
+            tokens = tokens._replace(score=first)
+        state = self.state.checked_for(tokens, window.places, self.rule)
+        return self._replace(tokens=tokens, state=state)
+
 
 # What [`attend`] returns: the output; the state, and the local weights, which may be `None` where
 # they are not asked for

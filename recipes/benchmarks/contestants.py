@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_infini import infini_attention
-from hf_infini.ops.attention import forced_backend
+from hf_infini.ops.backends import forced_backend
 from hf_infini.ops.naive import EPS
 from hf_infini.ops.positions import rotation
 from hf_infini.ops.rules import RULES

@@ -17,7 +17,7 @@ from hf_infini import (
     save_adapter,
 )
 from hf_infini.models.structure import attention_layers, decoder_of
-from hf_infini.ops.attention import forced_backend
+from hf_infini.ops.backends import forced_backend
 from hf_infini.options import KEEP_SCORES
 from hf_infini.tools.inspection import inspect_attention
 from hf_infini.tools.inspection.heads import DIMENSIONS, KEPT, MEMORY, SINK, WINDOW

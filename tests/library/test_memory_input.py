@@ -6,7 +6,8 @@ import torch
 from decoders import decoder
 from hf_infini import naive_infini_attention, patch_model
 from hf_infini.layers.memory_layer import SharedInputs
-from hf_infini.ops.attention import attend_grid, forced_backend
+from hf_infini.ops.backends import forced_backend
+from hf_infini.ops.backends.grid import attend_grid
 from hf_infini.ops.convolution import short_convolution
 from hf_infini.ops.layout.build import segment_layout
 from hf_infini.options import Window

@@ -7,7 +7,7 @@ The *grid* of a row is its list of segments in order, each with `slots` places. 
 slots of a segment from the first on, so a causal mask inside the segment is all that padding needs.
 A call that continues a state begins its grid with the segments of the window. Where rows agree and
 hold one document each, tokens come there by a reshape; otherwise by a gather. One more token for
-every row needs no grid: [`StepLayout`] in ops/step.py.
+every row needs no grid: [`StepLayout`] in step.py.
 """
 
 import functools

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from ...options import Window
 from ..checks import bool_mask, check_shapes, check_window
 from ..state import InfiniState
-from ..step import StepLayout, step_layout
 from .base import GridLayout, last_position, pad
+from .step import StepLayout, step_layout
 
 
 def segment_layout(

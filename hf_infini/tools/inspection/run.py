@@ -25,7 +25,8 @@ from ...compat.execution_device import device_of
 from ...layers.memory_layer import in_evaluation
 from ...models.scratch.attention import CausalMultiHeadAttention
 from ...models.structure import attention_layers, decoder_of
-from ...ops.attention import attend_grid, forced_backend
+from ...ops.backends import forced_backend
+from ...ops.backends.grid import attend_grid
 from ...ops.layout.base import GridLayout
 from ...ops.memory import MemoryRule
 from ...ops.scores import visible_softmax

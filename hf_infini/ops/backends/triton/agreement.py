@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...options import Window
-from ..attention import attend_grid, prepared
-from ..keeping import SCORES
-from ..layout.build import segment_layout
-from ..state import AttentionCall, InfiniState, Projections
+from ....options import Window
+from ...keeping import SCORES
+from ...layout.build import segment_layout
+from ...state import AttentionCall, InfiniState, Projections
+from ..grid import attend_grid
 from .attend import run
 
 # Of the largest number: rounding to the dtype (plain torch in bfloat16: up to 0.035), in float32
@@ -169,7 +169,7 @@ def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[
         )
         made += replace(softmax, rotary=tables), state, keep_score
         made += (call.return_state or cut.stop == begin,)
-        return inputs, way(prepared(AttentionCall(*made)))
+        return inputs, way(AttentionCall(*made).prepared())
 
     def computed(way: Any, kind: torch.dtype) -> list[Tensor]:
         state = (

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ..attention import compared_window, group_size, keeping_of, state_after
-from ..keeping.choose import Kept, KeptInGrid, row_numbers
-from ..layout.base import GridLayout
-from ..positions import rotate
-from ..state import Attended, AttentionCall
+from ...keeping.choose import Kept, KeptInGrid, row_numbers
+from ...layout.base import GridLayout
+from ...positions import rotate
+from ...state import Attended, AttentionCall
+from ..grid import compared_window, group_size, keeping_of, state_after
 from . import backward, forward
 from .parts import INTERPRETED, Constants, Known, Rows, Seeing, Window
 
@@ -153,7 +153,7 @@ class Launcher:
 
 
 def run(call: AttentionCall) -> Attended:
-    """As [`attend`] of ops/attention.py, for a call that fits."""
+    """As [`attend_grid`], for a call that fits."""
     layout, state, query, keeping, before = (
         call.layout,
         call.state,
@@ -238,7 +238,7 @@ def _chosen(
     keeping.kept = Kept(kept.expand(*key.shape[:2], -1, -1), None, None, *keeping.kept[3:])
     grids = (
         (layout.to_grid(query, None).transpose(2, 3), layout.windows(key, state.local_key))
-        if keeping.sees
+        if keeping.keep_score.receiving is not None
         else None
     )
     size = group_size(layout, key)
