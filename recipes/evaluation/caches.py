@@ -14,7 +14,8 @@ from hf_infini.layers.memory_layer import memory_layers
 from hf_infini.models.adapter import read_record, restore_adapter
 from hf_infini.models.loading import with_finite_weights
 from hf_infini.models.structure import decoder_of
-from hf_infini.options import key_heads
+from hf_infini.ops.keeping import SCORES
+from hf_infini.options import KEEP_SCORES, key_heads
 from recall import tasks
 from support.markdown import markdown_table
 
@@ -25,7 +26,8 @@ from .perplexity import text_rows
 from .texts import generated_texts
 
 # of the others the model stays as it is
-BOUNDED = ("window", "random", "attention", "learned", "half")
+BOUNDED = ("window", "random", *KEEP_SCORES)
+LEARNED = [name for name, score in SCORES.items() if score.learns]  # by an adapter
 SINKS, WINDOW, SEGMENTS, LONGEST_SEGMENT = 4, 256, 2, 128
 
 
@@ -91,7 +93,7 @@ def bounded(
         )
 
     try:
-        if way in ("learned", "half"):
+        if way in LEARNED:
             try:
                 restore_adapter(model, adapter)
             except (OSError, ValueError) as error:

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-import hf_infini
 from decoders import decoder, fitted
 from hf_infini import (
     InfiniCache,
@@ -20,19 +19,18 @@ from hf_infini import (
     unpatch_model,
 )
 from hf_infini.layers.memory_layer import memory_layers
-from hf_infini.options import options_of_cache, places_of
+from hf_infini.options import KEEP_SCORES, Window, options_of_cache
 from models import FLOAT32, gpt2, token_ids
 
-SCORES = ("attention", "learned", "half")
 WINDOW = {"segment_length": 5, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 6}
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", KEEP_SCORES)
 @pytest.mark.parametrize("tokens", [32, 33, 64, 100, 511, 512, 1024, 2047, 2048, 65_536])
 def test_the_sizes_are_those_of_a_cache_of_so_many_tokens(tokens, score):
     options = options_of_cache(tokens, keep_score=score)
-    sizes = [options[name] for name in hf_infini.options.SIZES]
-    assert places_of(*sizes) == tokens and min(sizes[0], sizes[2], sizes[3]) > 0 <= sizes[1]
+    sizes = [options[name] for name in Window._fields]
+    assert Window(*sizes).places == tokens and min(sizes[0], sizes[2], sizes[3]) > 0 <= sizes[1]
     assert options["update_rule"] == "none" and options["sink_tokens"] < options["segment_length"]
 
 
@@ -44,7 +42,7 @@ def test_the_sizes_of_the_pages():
         (1024, "attention", (64, 7, 4, 508)),
     ):
         options = options_of_cache(tokens, keep_score=score)
-        assert tuple(options[name] for name in hf_infini.options.SIZES) == sizes
+        assert tuple(options[name] for name in Window._fields) == sizes
 
 
 def test_cache_tokens_is_taken_where_a_model_is_patched():
@@ -71,7 +69,7 @@ def test_cache_tokens_is_taken_where_a_model_is_patched():
         type(model.config)(cache_tokens=64)
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", KEEP_SCORES)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
 def test_without_a_memory_a_model_computes_what_it_does_with_a_closed_one(family, score, tmp_path):
     options = WINDOW | {"keep_score": score}
