@@ -290,7 +290,7 @@ def estimate(
         config = load_config(model)
     options: dict[str, Any] = {}
     if not _has_memory(model, config, None, kept_tokens):
-        options = WINDOW | {"kept_tokens": kept_tokens or KEPT_TOKENS}
+        options |= WINDOW | {"kept_tokens": kept_tokens or KEPT_TOKENS}
         options["update_rule"] = "none"
     with while_("estimating", model):
         found = [estimate_cache(config, count, **options) for count in tokens]

@@ -36,7 +36,7 @@ def cases():
                 yield name, parameter.name
 
 
-@pytest.mark.parametrize(("function", "parameter"), cases())
+@pytest.mark.parametrize(("function", "parameter"), [*cases()])
 def test_each_parameter_is_named(function, parameter):
     """All of them have a type, and the others are not looked at, as they are not given."""
     called = getattr(hf_infini, function)
