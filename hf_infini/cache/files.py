@@ -82,8 +82,8 @@ def describe_model(model: nn.Module) -> dict:
         the language-model head.
 
     Raises:
-        ValueError: the model has adapters of PEFT, which can be switched and scaled, or is none of
-            transformers.
+        ValueError: the model has adapters of PEFT, which can be switched and scaled, is none of
+            transformers, or has no memory.
     """
     if not isinstance(model, PreTrainedModel) or any(
         type(m).__module__.startswith("peft.") for m in model.modules()
@@ -93,9 +93,14 @@ def describe_model(model: nn.Module) -> dict:
             f"{type(model).__name__} is none, or has adapters beside them: merge these first, "
             "with merge_and_unload()."
         )
+    config: Any = model.config
+    if not getattr(config, "infini_layers", ()):
+        raise ValueError(
+            f"a {type(model).__name__} has no memory, which a file could hold: give the model that "
+            "has filled the cache."
+        )
     # All options of the class but those known to change nothing: a new one counts from its first
     # day
-    config: Any = model.config
     passed_over = (
         {field.name for field in fields(PreTrainedConfig)} | WITHOUT_EFFECT | DESCRIBED_INDIRECTLY
     )
@@ -118,6 +123,15 @@ def describe_model(model: nn.Module) -> dict:
         "adapters": [],
         "weights_sha256": digest.hexdigest(),
     }
+
+
+def check_description(description: dict) -> None:
+    """ValueError unless it has the entries of [`describe_model`]."""
+    if description.keys() != MODEL_ENTRIES.keys():
+        raise ValueError(
+            "model must be the model that has filled the cache, or what describe_model says of it, "
+            f"with {', '.join(MODEL_ENTRIES)}; got {', '.join(map(str, description)) or 'nothing'}."
+        )
 
 
 def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict) -> None:
