@@ -315,11 +315,13 @@ class InfiniCache(Cache):
         `past_key_values=cache`). Without it, ids are a whole text, which begins with what the cache
         has read. Of a mask `[batch, tokens]` of the new tokens, 1 = real: `[batch, columns +
         tokens]`, 1 for all that the cache has passed."""
-        if attention_mask.dim() != 2 or self.batch_size not in (-1, len(attention_mask)):
-            rows = "batch" if self.batch_size < 0 else self.batch_size
+        rows = "batch" if self.batch_size < 0 else self.batch_size
+        # a cache may have several rows for each (beams)
+        if attention_mask.dim() != 2 or rows != "batch" and rows % max(1, len(attention_mask)):
             raise ValueError(
                 f"attention_mask must be [{rows}, tokens], of the new tokens of each row; got "
-                f"{list(attention_mask.shape)}."
+                f"{list(attention_mask.shape)}. For other rows repeat the cache's with "
+                "batch_repeat_interleave, or choose among them with batch_select_indices."
             )
         return F.pad(attention_mask, (self.get_seq_length(), 0), value=1)
 
@@ -406,7 +408,8 @@ class InfiniCache(Cache):
         else:
             described, known = describe_model(model), self._model()
             if all(part is not known for part in model.modules()):
-                self.check_model(getattr(model, "base_model", model))
+                base: Any = getattr(model, "base_model", model)
+                self.check_model(base)
         record = {
             "model": described,
             "columns": self.get_seq_length(),

@@ -30,7 +30,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..ops.rules import RULES
 from ..ops.state import InfiniState
 from ..options import key_heads, places_of
-from .tensor_files import FileKind, add_tensors, checksum, copies_of, write_files
+from .tensor_files import FileKind, Place, add_tensors, checksum, copies_of, write_files
 
 FORMAT_VERSION = 2
 # The only key of the metadata: several would be written in an order that differs from process to
@@ -134,7 +134,7 @@ def check_description(description: dict) -> None:
         )
 
 
-def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict) -> None:
+def write_memory_file(path: Place, tensors: dict[str, Tensor], record: dict) -> None:
     """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the
     old file or the new one, also where several processes write the same file: each writes a
     temporary file, `NAME.….part` in the same folder, and the last to finish wins. The same content
@@ -149,7 +149,7 @@ def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict
     write_files(path.parent, {path.name: content})
 
 
-def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
+def read_memory_file(path: Place) -> tuple[dict, dict[str, Tensor]]:
     """Record and tensors (on the CPU) of a memory file, whole and undamaged. MemoryFileError where
     it is none, damaged, of another version, or has numbers that are not finite; OSError where there
     is no such file, or it may not be read."""
@@ -171,7 +171,7 @@ def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
     return record, tensors
 
 
-def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
+def check_model(path: Place, record: dict, model: nn.Module) -> None:
     """MemoryFileError, naming what differs, unless a record is of this model; options unknown to it
     had their defaults."""
     config: Any = model.config
@@ -196,7 +196,7 @@ def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
         )
 
 
-def check_tensors(path: str | Path, tensors: dict[str, Tensor], config: Any, rows: int) -> None:
+def check_tensors(path: Place, tensors: dict[str, Tensor], config: Any, rows: int) -> None:
     """MemoryFileError, naming the first that differs, unless the layers' tensors are those of a
     cache of so many rows for this configuration."""
     wanted = {

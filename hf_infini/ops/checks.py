@@ -186,11 +186,15 @@ def check_shapes(
 def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
     """ValueError unless these are ids of a vocabulary of so many tokens, one at least."""
     whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    if not whole or ids.is_meta or not ids.numel() or ids.min() < 0 or ids.max() >= vocabulary:
-        raise ValueError(
-            f"{name} must hold token ids, whole numbers from 0 to {vocabulary - 1}; got "
-            f"{list(ids.shape)} of {ids.dtype} on {ids.device}, or others."
-        )
+    found = f"{list(ids.shape)} of {ids.dtype} on {ids.device}"
+    if whole and ids.numel() and not ids.is_meta:
+        least, largest = int(ids.min()), int(ids.max())
+        if 0 <= least and largest < vocabulary:
+            return
+        found = f"{least} to {largest}"
+    raise ValueError(
+        f"{name} must hold token ids, whole numbers from 0 to {vocabulary - 1}; got {found}."
+    )
 
 
 def bool_mask(name: str, mask: Tensor | None, read_back: bool) -> Tensor | None:
