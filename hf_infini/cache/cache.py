@@ -2,10 +2,10 @@
 grow with the context."""
 
 import copy
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +24,12 @@ from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
 from ..ops.checks import check_types
 from ..ops.state import InfiniState
-from ..options import MemoryOptions
+from ..options import MemoryOptions, check_number
 from .files import (
     DESCRIBED_INDIRECTLY,
     WITHOUT_EFFECT,
     MemoryFileError,
+    check_description,
     check_model,
     check_tensors,
     describe_model,
@@ -156,14 +157,31 @@ class InfiniCache(Cache):
                 )
         self.text = {name: function(tensor) for name, tensor in self.text.items()}
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+    @check_types
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._choose_rows(beam_idx)
 
+    @check_types
     def batch_repeat_interleave(self, repeats: int) -> None:
+        check_number("repeats", repeats, {"at_least": 1})
         self._map(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
+    @check_types
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda tensor: tensor[indices])
+        self._choose_rows(indices)
+
+    def _choose_rows(self, indices: Tensor) -> None:
+        """Keeps these rows; ValueError unless they are numbers of rows, `[rows]`, or bool for
+        each."""
+        try:
+            if indices.dim() != 1 or not len(indices):
+                raise IndexError
+            self._map(lambda tensor: tensor[indices.to(tensor.device)])
+        except (IndexError, RuntimeError) as error:  # of torch, where there is no such row
+            raise ValueError(
+                f"indices must be the numbers of some of the cache's {self.batch_size} rows, "
+                f"[rows]; got {list(indices.shape)} of {indices.dtype}."
+            ) from error
 
     @property
     def batch_size(self) -> int:
@@ -277,7 +295,7 @@ class InfiniCache(Cache):
 
     def note_text(self, ids: Tensor) -> None:
         """Takes the ids `[batch, tokens]` of a call into the `text`."""
-        self.text |= text_after(self.text, ids)
+        self.text = self.text | text_after(self.text, ids)
 
     def advance_layers(self, of_call: Any, tokens: int) -> None:
         """Gives the layers that have been called their new states."""
@@ -289,6 +307,7 @@ class InfiniCache(Cache):
         """Bytes that the cache holds now."""
         return sum(tensor.nbytes for layer in self.layers for tensor in _tensors_of(layer).values())
 
+    @check_types
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
         """The mask with which `generate()` continues from this cache with only new tokens, for
         example from a memory file, whose ids are gone: `generate(ids,
@@ -296,6 +315,14 @@ class InfiniCache(Cache):
         `past_key_values=cache`). Without it, ids are a whole text, which begins with what the cache
         has read. Of a mask `[batch, tokens]` of the new tokens, 1 = real: `[batch, columns +
         tokens]`, 1 for all that the cache has passed."""
+        rows = "batch" if self.batch_size < 0 else self.batch_size
+        # a cache may have several rows for each (beams)
+        if attention_mask.dim() != 2 or rows != "batch" and rows % max(1, len(attention_mask)):
+            raise ValueError(
+                f"attention_mask must be [{rows}, tokens], of the new tokens of each row; got "
+                f"{list(attention_mask.shape)}. For other rows repeat the cache's with "
+                "batch_repeat_interleave, or choose among them with batch_select_indices."
+            )
         return F.pad(attention_mask, (self.get_seq_length(), 0), value=1)
 
     def check_ids(self, input_ids: Tensor) -> None:
@@ -341,8 +368,13 @@ class InfiniCache(Cache):
                 "appended after the end of a row is text to the cache."
             )
 
+    @check_types
     def save_pretrained(
-        self, path: str | Path, model: nn.Module | dict, *, text_sha256: Sequence[str] | None = None
+        self,
+        path: str | os.PathLike,
+        model: nn.Module | dict,
+        *,
+        text_sha256: Sequence[str] | None = None,
     ) -> None:
         """Writes what has been read so far into a memory file, by custom `NAME.safetensors`: the
         whole state, bit for bit. Whoever reads the file finds the old one or this one, whole, also
@@ -354,7 +386,8 @@ class InfiniCache(Cache):
             text_sha256: for each row, the sha256 of the text that it has read.
 
         Raises:
-            ValueError: nothing has been read yet, or `text_sha256` is not one for each row.
+            ValueError: nothing has been read yet, or by another model; or `text_sha256` is not one
+                for each row.
             OSError: the file cannot be written, or is a folder.
         """
         if self.state is None:
@@ -364,14 +397,21 @@ class InfiniCache(Cache):
             )
         tokens_seen = self.state.tokens_seen.tolist()
         if text_sha256 is not None and (
-            isinstance(text_sha256, str) or len(text_sha256) != len(tokens_seen)
+            isinstance(text_sha256, (str, bytes)) or len(text_sha256) != len(tokens_seen)
         ):
             raise ValueError(
                 f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows."
             )
         self.check_finished()
+        if isinstance(model, dict):
+            check_description(described := model)
+        else:
+            described, known = describe_model(model), self._model()
+            if all(part is not known for part in model.modules()):
+                base: Any = getattr(model, "base_model", model)
+                self.check_model(base)
         record = {
-            "model": model if isinstance(model, dict) else describe_model(model),
+            "model": described,
             "columns": self.get_seq_length(),
             "tokens_seen": tokens_seen,
             "text_sha256": None if text_sha256 is None else list(text_sha256),
@@ -388,8 +428,9 @@ class InfiniCache(Cache):
         return self.text | {f"layers.{number}.{name}": tensor for number, name, tensor in layers}
 
     @classmethod
+    @check_types
     def from_pretrained(
-        cls, path: str | Path, model: nn.Module, *, text_sha256: Sequence[str] | None = None
+        cls, path: str | os.PathLike, model: nn.Module, *, text_sha256: Sequence[str] | None = None
     ) -> "InfiniCache":
         """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices. Hashes the
         model's weights to compare them with those that wrote the memory. `text_sha256`: for each
@@ -400,7 +441,7 @@ class InfiniCache(Cache):
                 message says which.
             OSError: there is no such file, or it may not be read.
         """
-        config: Any = model.config
+        config: Any = getattr(model, "config", None)
         cache, (record, tensors) = cls(config), read_memory_file(path)
         check_model(path, record, model)
         check_tensors(path, tensors, config, len(record["tokens_seen"]))

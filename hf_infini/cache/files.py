@@ -31,7 +31,7 @@ from ..ops.keeping import SCORES
 from ..ops.rules import RULES
 from ..ops.state import InfiniState
 from ..options import key_heads
-from .tensor_files import FileKind, add_tensors, checksum, copies_of, write_files
+from .tensor_files import FileKind, Place, add_tensors, checksum, copies_of, write_files
 
 FORMAT_VERSION = 2
 # The only key of the metadata: several would be written in an order that differs from process to
@@ -83,8 +83,8 @@ def describe_model(model: nn.Module) -> dict:
         the language-model head.
 
     Raises:
-        ValueError: the model has adapters of PEFT, which can be switched and scaled, or is none of
-            transformers.
+        ValueError: the model has adapters of PEFT, which can be switched and scaled, is none of
+            transformers, or has no memory.
     """
     if not isinstance(model, PreTrainedModel) or any(
         type(m).__module__.startswith("peft.") for m in model.modules()
@@ -94,9 +94,14 @@ def describe_model(model: nn.Module) -> dict:
             f"{type(model).__name__} is none, or has adapters beside them: merge these first, "
             "with merge_and_unload()."
         )
+    config: Any = model.config
+    if not getattr(config, "infini_layers", ()):
+        raise ValueError(
+            f"a {type(model).__name__} has no memory, which a file could hold: give the model that "
+            "has filled the cache."
+        )
     # All options of the class but those known to change nothing: a new one counts from its first
     # day
-    config: Any = model.config
     passed_over = (
         {field.name for field in fields(PreTrainedConfig)} | WITHOUT_EFFECT | DESCRIBED_INDIRECTLY
     )
@@ -121,7 +126,16 @@ def describe_model(model: nn.Module) -> dict:
     }
 
 
-def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict) -> None:
+def check_description(description: dict) -> None:
+    """ValueError unless it has the entries of [`describe_model`]."""
+    if description.keys() != MODEL_ENTRIES.keys():
+        raise ValueError(
+            "model must be the model that has filled the cache, or what describe_model says of it, "
+            f"with {', '.join(MODEL_ENTRIES)}; got {', '.join(map(str, description)) or 'nothing'}."
+        )
+
+
+def write_memory_file(path: Place, tensors: dict[str, Tensor], record: dict) -> None:
     """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the
     old file or the new one, also where several processes write the same file: each writes a
     temporary file, `NAME.….part` in the same folder, and the last to finish wins. The same content
@@ -136,7 +150,7 @@ def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict
     write_files(path.parent, {path.name: content})
 
 
-def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
+def read_memory_file(path: Place) -> tuple[dict, dict[str, Tensor]]:
     """Record and tensors (on the CPU) of a memory file, whole and undamaged. MemoryFileError where
     it is none, damaged, of another version, or has numbers that are not finite; OSError where there
     is no such file, or it may not be read."""
@@ -158,7 +172,7 @@ def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
     return record, tensors
 
 
-def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
+def check_model(path: Place, record: dict, model: nn.Module) -> None:
     """MemoryFileError, naming what differs, unless a record is of this model; options unknown to it
     had their defaults."""
     config: Any = model.config
@@ -183,7 +197,7 @@ def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
         )
 
 
-def check_tensors(path: str | Path, tensors: dict[str, Tensor], config: Any, rows: int) -> None:
+def check_tensors(path: Place, tensors: dict[str, Tensor], config: Any, rows: int) -> None:
     """MemoryFileError, naming the first that differs, unless the layers' tensors are those of a
     cache of so many rows for this configuration."""
     wanted = {

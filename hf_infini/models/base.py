@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -34,8 +35,32 @@ from ..options import first_layers, layer_kinds
 from .masks import kept_layers_masks
 from .structure import decoder_layers, decoder_of
 
-# An attribute of a base model whose learned score was looked at, and warned of if need be
-SCORE_IS_KNOWN = "_score_is_known"
+# Base models whose learned score was looked at, and warned of if need be
+score_is_known: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def cache_as_it_was(forward: Callable) -> Callable:
+    """Decorator of a model's `forward`, after whose errors, also Ctrl-C, the cache among its
+    arguments is as it was, and the call can be repeated. Not in a graph of torch.compile, which
+    sets attributes at its end."""
+
+    @functools.wraps(forward)
+    def whole(self, *args, **kwargs):
+        given = () if torch.compiler.is_compiling() else (*args, *kwargs.values())
+        cache = next((each for each in given if isinstance(each, InfiniCache)), None)
+        if cache is None:
+            return forward(self, *args, **kwargs)
+        # by references: what a step writes in place is written again when it is repeated
+        held = [(vars(part), vars(part).copy()) for part in (cache, *cache.layers)]
+        try:
+            return forward(self, *args, **kwargs)
+        except BaseException:
+            for now, before in held:
+                now.clear()
+                now.update(before)
+            raise
+
+    return whole
 
 
 class SavedModelMixin(HubCodeMixin, ModelBase):
@@ -343,10 +368,6 @@ def begin_call(
     configuration says, but no cache in training; `masks`: as [`segment_layout`] takes them, but the
     attention mask may also cover the past."""
     batch, tokens = given.shape[:2]
-    keeps = model.config.kept_tokens and not torch.compiler.is_compiling()
-    if keeps and SCORE_IS_KNOWN not in model.__dict__:
-        past = cache.get_seq_length() if isinstance(cache, InfiniCache) else 0
-        warn_of_unfitted_score(model, past + tokens)
     if use_cache is None:
         use_cache = model.config.use_cache and not model.training
     if cache is not None and not isinstance(cache, InfiniCache):  # of this copy of the code
@@ -385,6 +406,10 @@ def begin_call(
     for window, layer in first_layers(model.config.windows).items():
         state = None if cache is None else cache.state_before(layer)
         layouts[window] = segment_layout(batch, tokens, window, **masks, state=state)
+    keeps = model.config.kept_tokens and not torch.compiler.is_compiling()
+    if keeps and model not in score_is_known:
+        past = 0 if cache is None else cache.get_seq_length()
+        warn_of_unfitted_score(model, past + tokens)
     weights = model.config.output_attentions if output_attentions is None else output_attentions
     weights = bool(weights) or model.config._attn_implementation == "eager"
     return SharedInputs(layouts, of_call, rotary, weights, exchange), cache, use_cache
@@ -394,13 +419,13 @@ def warn_of_unfitted_score(model, tokens: float = math.inf) -> None:
     """Warns, once for a model, where its learned `keep_score` is as it was made, zero everywhere.
     `tokens`: of a text; where none of them leaves the window, the score decides nothing."""
     base, config = decoder_of(model), model.config
-    if SCORE_IS_KNOWN in vars(base):
+    if base in score_is_known:
         return
     if not getattr(config, "kept_tokens", 0):
         return
     if tokens <= config.window.places - config.window.kept_tokens:
         return
-    vars(base)[SCORE_IS_KNOWN] = True
+    score_is_known.add(base)
     layers = memory_layers(base).values()
     weights = [layer.keep_weight for layer in layers if hasattr(layer, "keep_weight")]
     if weights and not any(each.is_meta or bool(each.any()) for each in weights):

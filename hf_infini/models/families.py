@@ -19,7 +19,7 @@ from ..compat.cache_name import CACHE
 from ..compat.class_lookups import PREFIX, alias_tokenizer, alias_weights
 from ..compat.hub_code import IS_COPY, carry_code
 from ..layers.memory_layer import InfiniAttentionMixin
-from .base import InfiniModelMixin, InfiniPreTrainedMixin, with_signature
+from .base import InfiniModelMixin, InfiniPreTrainedMixin, cache_as_it_was, with_signature
 from .generation import MemoryGenerationMixin
 from .gpt2 import InfiniGPT2Config, InfiniGPT2ModelMixin
 from .option_checks import InfiniConfigMixin, checked
@@ -28,6 +28,7 @@ from .option_checks import InfiniConfigMixin, checked
 REFUSED = {
     "its attention does not go through transformers' attention interface": ("falcon", "gpt_neo"),
     "its layers share keys and values": ("gemma3n_text", "gemma4_text", "zamba", "zamba2"),
+    "its positions are biases of the scores (ALiBi)": ("bloom", "mpt"),
     "its heads are differences of two": ("diffllama",),
     "some of its layers are linear attention": ("minimax",),
     "it normalises queries and keys after their rotation": ("hunyuan_v1_dense", "hunyuan_v1_moe"),
@@ -123,6 +124,8 @@ def infini_config(own: type[PreTrainedConfig]) -> type[FamilyConfigMixin] | type
     if issubclass(own, GPT2Config):
         return InfiniGPT2Config
     reason = next((reason for reason, types in REFUSED.items() if own.model_type in types), None)
+    if "kv_lora_rank" in own.__dataclass_fields__:
+        reason = "its keys and values are compressed together (multi-head latent attention)"
     if reason is not None:
         raise ValueError(f"a {own.model_type!r} cannot have Infini-attention: {reason}.")
     doc = (
@@ -167,11 +170,12 @@ def infini_class(own: type) -> type:
     if config is not GPT2Config:
         alias_weights(config.model_type, PREFIX + config.model_type)
         alias_weights(own.__name__, f"Infini{own.__name__}")
+    call = own.forward
     bases: list[type] = [InfiniPreTrainedMixin]
     if own.__name__ == modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type):
         mixin = InfiniGPT2ModelMixin if config is GPT2Config else InfiniModelMixin
         bases.append(mixin)
-        attributes["forward"] = with_signature(own.forward, mixin.forward)
+        call = with_signature(own.forward, mixin.forward)
         forward = inspect.unwrap(own.forward)
         attributes["argument_names"] = _arguments(forward)
         attributes["layers_drop_keywords"] = config.model_type in DROP_KEYWORDS
@@ -184,6 +188,7 @@ def infini_class(own: type) -> type:
             "layer_type" in _arguments(c.forward) for c in rotary
         )
         attributes["takes_masks_by_type"] = "causal_mask_mapping" in forward.__code__.co_varnames
+    attributes["forward"] = cache_as_it_was(call)
     if issubclass(own, GenerationMixin):
         bases.append(MemoryGenerationMixin)
         # transformers looks for a loss by the class's name, and where it finds none, its warning

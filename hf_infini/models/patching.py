@@ -8,7 +8,7 @@ from ..compat.swap_class import swap_class
 from ..layers.memory_layer import InfiniAttentionMixin
 from ..ops.checks import Model, check_types
 from ..options import options_of_cache
-from .base import SCORE_IS_KNOWN, InfiniPreTrainedMixin
+from .base import InfiniPreTrainedMixin, score_is_known
 from .families import infini_class, infini_config
 from .generation import step_caches
 from .option_checks import InfiniConfigMixin, refuse_unknown
@@ -119,9 +119,9 @@ def unpatch_model(model: Model):
     config = convert_config(model.config, model.own_class.config_class)
     if "_unpatched_embedding" in model.__dict__:
         base.wpe = model.__dict__.pop("_unpatched_embedding").to(model.device, model.dtype)
-    for name in ("_base_is_plain", SCORE_IS_KNOWN):
-        model.__dict__.pop(name, None)
-        base.__dict__.pop(name, None)
+    for part in (model, base):
+        part.__dict__.pop("_base_is_plain", None)
+    score_is_known.discard(base)
     for attention in attention_layers(base):
         if isinstance(attention, InfiniAttentionMixin):
             attention.swap_out()

@@ -66,7 +66,7 @@ def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
 
 def decoder_layers(base: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
     """A decoder's layers, each with its attention module, in order; ValueError where it has not one
-    in each, or where layers share one."""
+    in each, where layers share one, or where their numbers are not those of their places."""
     count = base.config.num_hidden_layers
     for layers in base.children():
         if isinstance(layers, nn.ModuleList) and len(layers) == count:
@@ -80,6 +80,13 @@ def decoder_layers(base: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
                         f"layers of this {type(base).__name__} share one attention module, which "
                         "could have one memory only: give each its own, with copy.deepcopy and "
                         "its own layer_idx."
+                    )
+                numbers = [getattr(modules[0], "layer_idx", None) for modules in found]
+                if None not in numbers and numbers != [*range(count)]:
+                    raise ValueError(
+                        f"layers of this {type(base).__name__} have the numbers {numbers}, by "
+                        "which they find their options and their part of a cache: give each its "
+                        "place in the list as its attention's layer_idx."
                     )
                 return [(layer, modules[0]) for layer, modules in zip(layers, found, strict=True)]
     raise ValueError(

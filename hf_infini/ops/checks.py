@@ -19,10 +19,10 @@ from ..options import Window, check_number
 Function = TypeVar("Function", bound=Callable)
 Model = Annotated[Any, nn.Module]  # for a type checker anything, as its class is made when it runs
 LIMITS = {
-    "scaling": {},
+    "scaling": {"greater_than": 0},
     "softcap": {"greater_than": 0},
     "dropout": {"at_least": 0, "below": 1},
-    "eps": {"at_least": 0},
+    "eps": {"greater_than": 0},
 }
 
 
@@ -173,6 +173,8 @@ def check_shapes(
     for name, part in given.items():
         if part is None:
             continue
+        if not isinstance(part, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {part!r:.60}.")
         whole = name != "position_ids" or not (part.is_floating_point() or part.is_complex())
         if (
             not whole
@@ -184,6 +186,20 @@ def check_shapes(
                 f"{part.dtype}; positions are whole numbers. With a state it covers only the new "
                 "tokens."
             )
+
+
+def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
+    """ValueError unless these are ids of a vocabulary of so many tokens, one at least."""
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    found = f"{list(ids.shape)} of {ids.dtype} on {ids.device}"
+    if whole and ids.numel() and not ids.is_meta:
+        least, largest = int(ids.min()), int(ids.max())
+        if 0 <= least and largest < vocabulary:
+            return
+        found = f"{least} to {largest}"
+    raise ValueError(
+        f"{name} must hold token ids, whole numbers from 0 to {vocabulary - 1}; got {found}."
+    )
 
 
 def bool_mask(name: str, mask: Tensor | None, read_back: bool) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..options import Window
-from .checks import check_arguments, check_shapes
+from .checks import check_arguments, check_shapes, check_types
 from .keeping import token_score
 from .positions import rotate
 from .rules import RULES, memory_rule
@@ -22,6 +22,7 @@ EPS = 1e-6
 FEATURE_MAPS = {"elu": lambda x: F.elu(x) + 1, "exp": lambda x: x.clamp(max=30).exp()}
 
 
+@check_types
 def naive_infini_attention(
     query: Tensor,
     key: Tensor,

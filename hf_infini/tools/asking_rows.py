@@ -38,7 +38,8 @@ def asking_rows(
     """Rows for [`hf_infini.fit_keep_score`] from any text, such as the one that will be asked: half
     of them state and ask in English, the others in Portuguese. Between the facts are pieces of the
     text; a short one comes again. `rows`: how many; `length`: tokens of each; `seed`: of all that
-    is drawn. ValueError without text, or where rows are too short."""
+    is drawn. ValueError without text, for halves of characters in it, or where rows are too
+    short."""
     check_number("rows", rows, {"at_least": 1})
     check_number("length", length, {"at_least": 1})
 
@@ -50,6 +51,10 @@ def asking_rows(
         }
         return tokenizer(list(texts), **how)["input_ids"]
 
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(
+            "the text has halves of characters (surrogates): decode its file with errors='replace'."
+        )
     [running] = encode([text])
     if not running:
         raise ValueError("rows are made of running text, and this one is empty.")

@@ -8,7 +8,7 @@ from ..ops.backends import choose, forced_backend
 from ..ops.backends.grid import attend_grid
 from ..ops.checks import Model, check_types
 from ..ops.state import Attended, AttentionCall
-from ..options import context_limit
+from ..options import check_number, context_limit
 
 
 @check_types
@@ -16,7 +16,9 @@ def backend_of(model: Model, batch: int = 1, tokens: int = 1024) -> dict[str, st
     """By the name of each layer with a memory, which backend computes a call of `[batch, tokens]`
     that begins a text, without padding or a cache, and with gradients in training (the last one);
     and why: "step: not one token for every row; grid: plain torch, …". The model is called once, by
-    plain torch. ValueError where no layer has a memory."""
+    plain torch. ValueError where no layer has a memory, or a number is below 1."""
+    for name, number in {"batch": batch, "tokens": tokens}.items():
+        check_number(name, number, {"at_least": 1})
     said, layers = (
         [],
         [name for name, layer in memory_layers(model).items() if layer.options.has_memory],

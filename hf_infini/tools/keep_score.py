@@ -27,7 +27,7 @@ from ..models.structure import decoder_of, trained_places
 from ..models.transaction import unchanged_on_error
 from ..ops.backends import forced_backend
 from ..ops.backends.grid import attend_grid
-from ..ops.checks import Model, check_types
+from ..ops.checks import Model, check_ids, check_types
 from ..ops.state import Attended, AttentionCall
 from ..options import check_number
 
@@ -70,8 +70,9 @@ def fit_keep_score(
 
     Raises:
         ValueError: the model keeps no tokens; a row is not longer than `distance` and its sinks, or
-            has no whole numbers; all their tokens are the same to a layer; `distance` is below 1,
-            or `ridge` negative. After this or any other error, also Ctrl-C, the model is as it was.
+            has no ids of the model's; all their tokens are the same to a layer; `distance` is below
+            1, or `ridge` negative. After this or any other error, also Ctrl-C, the model is as it
+            was.
     """
     check_number("distance", distance, {"at_least": 1})
     check_number("ridge", ridge, {"at_least": 0})
@@ -83,7 +84,7 @@ def fit_keep_score(
             'share_out=False with keep_score="half" or "learned".'
         )
     config = decoder_of(model).config
-    rows = _ids_of(rows, distance, config.sink_tokens)
+    rows = _ids_of(rows, distance, config)
     # Of each layer the sums of products of all tokens' [input, 1, targets]; without a learned score
     # of [1, targets]
     widths = {
@@ -124,22 +125,25 @@ def fit_keep_score(
                 break
 
 
-def _ids_of(rows: Sequence | Tensor, distance: int, sinks: int) -> list[Tensor]:
+def _ids_of(rows: Sequence | Tensor, distance: int, config) -> list[Tensor]:
     """The rows as tensors of token ids; errors as of [`fit_keep_score`]."""
     try:
         found = [torch.as_tensor(row).flatten() for row in rows]
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"rows must be lists or tensors of token ids: {error}") from None
-    shortest = distance + sinks + 1
+    shortest = distance + config.sink_tokens + 1
     if not found or (short := min(map(len, found))) <= shortest:
         given = f"one of {short:,}" if found else "none"
         raise ValueError(
             f"rows must have more than {shortest:,} tokens, as only queries {distance:,} tokens "
             f"later count; got {given}. Give longer rows, or a smaller distance."
         )
-    if any(row.is_floating_point() for row in found):
+    for row in found:
+        check_ids("rows", row, config.vocab_size)
+    if all(bool((row == row[0]).all()) for row in found):
         raise ValueError(
-            "rows must be token ids, which are whole numbers; got numbers of floating point."
+            "the rows teach no score: each is one repeated token. Give rows of text, such as those "
+            "of hf_infini.asking_rows."
         )
     return found
 

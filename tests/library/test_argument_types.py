@@ -1,5 +1,5 @@
 """Arguments of another type: a TypeError that names the argument, for every parameter of the public
-functions that has a type."""
+functions, and of a cache's methods, that has a type."""
 
 import inspect
 from typing import Any
@@ -13,25 +13,36 @@ from transformers import PreTrainedTokenizerFast
 
 import hf_infini
 from decoders import decoder
-from hf_infini import estimate
+from hf_infini import InfiniCache, estimate, patch_model
 from hf_infini.ops.checks import check_types
 
 FUNCTIONS = [
     "Reader",
     *("asking_rows", "backend_of", "cache_bytes", "estimate", "fit_keep_score", "infini_attention"),
     *("inspect_attention", "load_adapter", "lora_config", "patch_model", "save_adapter"),
-    "unpatch_model",
+    *("naive_infini_attention", "unpatch_model"),
+    *("InfiniCache.save_pretrained", "InfiniCache.from_pretrained", "InfiniCache.attention_mask"),
+    *("InfiniCache.reorder_cache", "InfiniCache.batch_repeat_interleave"),
+    "InfiniCache.batch_select_indices",
 ]
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+CACHE = InfiniCache(patch_model(decoder("llama"), segment_length=8).config)
 
 
 class Other:
     """Of no type that anything takes."""
 
 
+def called_by(name: str):
+    owner, _, own = name.rpartition(".")
+    return getattr(CACHE if owner else hf_infini, own)
+
+
 def cases():
     for name in FUNCTIONS:
-        for parameter in inspect.signature(getattr(hf_infini, name)).parameters.values():
+        for parameter in inspect.signature(called_by(name)).parameters.values():
             if parameter.kind not in VARIADIC:
                 yield name, parameter.name
 
@@ -39,13 +50,13 @@ def cases():
 @pytest.mark.parametrize(("function", "parameter"), [*cases()])
 def test_each_parameter_is_named(function, parameter):
     """All of them have a type, and the others are not looked at, as they are not given."""
-    called = getattr(hf_infini, function)
+    called, own = called_by(function), function.rpartition(".")[2]
     required = {
         each.name: WHOLE.get(each.name, Other())
         for each in inspect.signature(called).parameters.values()
         if each.default is inspect.Parameter.empty and each.kind not in VARIADIC
     }
-    with pytest.raises(TypeError, match=f"{parameter} of {function} must be of type .*Other"):
+    with pytest.raises(TypeError, match=f"{parameter} of {own} must be of type .*Other"):
         called(**required | {parameter: Other()})
 
 

@@ -284,12 +284,15 @@ def test_a_mask_of_new_ids_has_the_rows_of_the_cache():
     model, mask = infini_gpt2(), torch.ones(2, 5, dtype=torch.long)
     assert torch.equal(InfiniCache(model.config).attention_mask(mask), mask)
     cache = read(model, input_ids=token_ids(1, 20))
+    with pytest.raises(ValueError, match=r"\[1, tokens\].*got \[2, 5\].* repeat the cache's"):
+        cache.attention_mask(mask)
+    cache.batch_repeat_interleave(4)
+    assert cache.attention_mask(mask).shape == (2, 25)  # of two beams each
+    given = {"attention_mask": torch.ones(2, 25), "past_key_values": cache}
     with pytest.raises(
-        ValueError, match="this call has 2 rows and the cache 1: repeat the cache's rows"
+        ValueError, match="this call has 2 rows and the cache 4: repeat the cache's"
     ):
-        generate(
-            model, input_ids=mask, attention_mask=cache.attention_mask(mask), past_key_values=cache
-        )
+        generate(model, input_ids=mask, **given)
 
 
 def test_the_text_is_known_row_by_row(model):

@@ -387,8 +387,16 @@ def test_the_model_is_left_as_it_was():
     first, second = (inspect_attention(model, token_ids(1, 20)) for _ in range(2))
     assert torch.equal(first.layers[2].weights, second.layers[2].weights)  # no dropout
     assert not first.layers[0].output.requires_grad
-    with pytest.raises(IndexError):
-        inspect_attention(model, torch.full((1, 5), 10**6))
+
+    def fails(*_):
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        hook = model.transformer.h[2].mlp.register_forward_hook(fails)
+        try:
+            inspect_attention(model, token_ids(1, 20))
+        finally:
+            hook.remove()
     assert {name: module.training for name, module in model.named_modules()} == before
     assert model.config._attn_implementation == "sdpa"
     assert not any(

@@ -181,7 +181,7 @@ def test_it_is_saved_and_put_on_as_an_adapter(tmp_path):
         ({"kept_tokens": 0}, rows_of(), {}, "nothing to fit: patch the model with kept_tokens"),
         ({"keep_score": "half"}, [], {}, "got none"),
         ({"keep_score": "half"}, [list(range(3, 18))], {}, "rows must have more than 15 tokens"),
-        ({"keep_score": "half"}, [torch.rand(40)], {}, "rows must be token ids"),
+        ({"keep_score": "half"}, [torch.rand(40)], {}, "rows must hold token ids"),
         ({"keep_score": "half"}, rows_of(), {"distance": 0}, "distance must be at least 1; got 0"),
         ({"keep_score": "half"}, rows_of(), {"ridge": -1.0}, "ridge must be at least 0; got -1.0"),
     ],
@@ -248,12 +248,23 @@ def test_a_score_that_was_fitted_or_needs_none_is_used_without_a_word(score, tmp
     assert unfitted(said) == 0
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[5] * 60, [5] * 70], "each is one repeated token.*asking_rows"),
+        ([[5] * 60, [7] * 70], "each is one repeated token.*asking_rows"),
+        (None, "inputs of layer . are the same .*asking_rows"),  # but all ids have one embedding
+    ],
+)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen2"])
-def test_rows_of_one_token_teach_nothing(model_type):
+def test_rows_of_one_token_teach_nothing(model_type, rows, message):
     model = patch_model(decoder(model_type), **WINDOW, keep_score="half")
+    if rows is None:
+        weight = model.get_input_embeddings().weight
+        weight.data[:] = weight.data[5]
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="inputs of layer . are the same .*asking_rows"):
-        fit_keep_score(model, [[5] * 60, [5] * 70], distance=DISTANCE, progress=False)
+    with pytest.raises(ValueError, match=message):
+        fit_keep_score(model, rows or rows_of(), distance=DISTANCE, progress=False)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert model.config.kept_shares is None
 

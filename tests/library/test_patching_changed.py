@@ -67,14 +67,23 @@ REPLACED = {
 REPLACED |= {f"{name} in a hook": hooked(change) for name, change in REPLACED.items()}
 
 
+def swap_two_layers(model):
+    layers = layers_of(model)
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+SAID = {share_an_attention: "share one attention module"}
+SAID |= dict.fromkeys((copy_a_layer, swap_two_layers), "have the numbers .* its place in the list")
+SAID |= dict.fromkeys(REPLACED.values(), "was replaced")
+
+
 @pytest.mark.parametrize("make", MAKERS, ids=["gpt2", "llama"])
-@pytest.mark.parametrize("change", [share_an_attention, *REPLACED.values()])
+@pytest.mark.parametrize("change", SAID)
 def test_what_would_not_reach_a_memory_is_refused_before_anything_changes(make, change):
     model, ids = make(), token_ids(2, 40) % 89
     change(model)
     config, wanted = model.config, model(ids, use_cache=False).logits
-    message = "share one attention module" if change is share_an_attention else "was replaced"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=SAID[change]):
         patch_model(model, segment_length=8)
     assert model.config is config and torch.equal(model(ids, use_cache=False).logits, wanted)
 
@@ -100,7 +109,9 @@ def hooks_that_were_removed(model):
 
 def number_a_copied_layer(model):
     copy_a_layer(model)
-    attention_of(model, 1).layer_idx = 1
+    for part in layers_of(model)[1].modules():
+        if hasattr(part, "layer_idx"):
+            part.layer_idx = 1
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=["gpt2", "llama"])

@@ -104,6 +104,10 @@ class CausalMHAConfig(ScratchOptions, InfiniConfigMixin, PreTrainedConfig):
             unused.append((found not in kinds and value != default, reason))
         refuse(
             (
+                self.attention != "none" and self.n_embd % self.n_head,
+                f"n_head={self.n_head} must divide n_embd={self.n_embd}",
+            ),
+            (
                 self.attention == "local" and self.sliding_window is None,
                 "attention='local' needs a sliding_window of 1 token or more",
             ),

@@ -19,7 +19,14 @@ from ...cache.cache import InfiniCache
 from ...compat.cache_name import CACHE, takes_either_name
 from ...compat.hub_code import carry_code
 from ...ops.positions import sinusoidal_encoding
-from ..base import SavedModelMixin, begin_call, check_positions, counted_positions, tokens_of
+from ..base import (
+    SavedModelMixin,
+    begin_call,
+    cache_as_it_was,
+    check_positions,
+    counted_positions,
+    tokens_of,
+)
 from ..generation import MemoryGenerationMixin
 from .attention import CausalMultiHeadAttention
 from .configuration import CausalMHAConfig
@@ -119,6 +126,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         self.post_init()
 
     @takes_either_name
+    @cache_as_it_was
     @capture_outputs
     def forward(
         self,
@@ -197,7 +205,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             hidden_states = block(
                 hidden_states, output_attentions, position_ids=position_ids, **visible
             )
-        hidden_states = self.ln_f(hidden_states)  # before the cache takes over what cannot fail now
+        hidden_states = self.ln_f(hidden_states)
         if infini is not None and infini.cache is not None and isinstance(cache, InfiniCache):
             cache.advance(infini.cache, input_ids, embeddings.shape[1])
         output: dict[str, Any] = {
@@ -258,7 +266,7 @@ class CausalMHAForCausalLM(MemoryGenerationMixin, CausalMHAPreTrainedModel, Gene
         self.post_init()
 
     # As [`CausalMHAModel`]'s, with labels, logits_to_keep and their outputs as those of a Llama
-    forward = takes_either_name(LlamaForCausalLM.forward)
+    forward = takes_either_name(cache_as_it_was(LlamaForCausalLM.forward))
 
     @property
     def model(self) -> CausalMHAModel:

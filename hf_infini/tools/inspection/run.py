@@ -27,7 +27,7 @@ from ...models.scratch.attention import CausalMultiHeadAttention
 from ...models.structure import attention_layers, decoder_of
 from ...ops.backends import forced_backend
 from ...ops.backends.grid import attend_grid
-from ...ops.checks import Model, check_types
+from ...ops.checks import Model, check_ids, check_types
 from ...ops.layout.base import GridLayout
 from ...ops.memory import MemoryRule
 from ...ops.scores import visible_softmax
@@ -66,6 +66,10 @@ def inspect_attention(
             rows.
     """
     base = decoder_of(model)
+    if not isinstance(base, PreTrainedModel) or not hasattr(base.config, "vocab_size"):
+        raise ValueError(
+            f"a {type(model).__name__} has no heads to inspect: give a decoder of transformers."
+        )
     scratch = base.config.attention if base.config.model_type == "causal_mha" else None
     attentions = [] if scratch == "none" else attention_layers(base)
     every = range(base.config.num_hidden_layers)
@@ -79,11 +83,17 @@ def inspect_attention(
             )
         inputs = tokenizer(inputs, add_special_tokens=False, return_tensors="pt")
     inputs = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+    for name, part in ({"input_ids": None} | {**inputs}).items():
+        if not isinstance(part, Tensor):
+            raise TypeError(f"{name} of inputs must be a tensor; got {type(part).__name__}.")
     if "attention_mask" in inputs and not bool(inputs["attention_mask"].all()):
         raise ValueError(
             "only rows without padding can be inspected: give texts of different "
             "lengths one after the other."
         )
+    check_ids("inputs", ids := inputs["input_ids"], base.config.vocab_size)
+    if ids.dim() != 2:
+        raise ValueError(f"inputs must be [batch, tokens]; got ids of {list(ids.shape)}.")
     device, names = device_of(base.get_input_embeddings()), ("input_ids", "position_ids")
     given = {name: inputs[name].to(device) for name in names if name in inputs}
     watched = {number: attention for number, attention in enumerate(attentions) if number in wanted}
@@ -98,7 +108,7 @@ def inspect_attention(
             else "local"
         )
         found[number] = LayerInspection(number, scratch or kind, parts)
-    ids = given["input_ids"].cpu()
+    ids = ids.cpu()
     texts = [token_texts(tokenizer, row) for row in ids.tolist()]
     return Inspection(ids, texts, found, Path(base.config.name_or_path or type(base).__name__).name)
 
