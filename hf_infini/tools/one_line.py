@@ -80,7 +80,9 @@ def run(app: Callable[..., object]) -> None:
             given = app(args=words or ["--help"], prog_name="hf-infini", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
-        status, message = given if isinstance(given, int) else 0 if words else 2, ""
+        status, message = given if isinstance(given, int) else 0, ""
+        if not words:  # its help, as for words that are missing
+            status = 2
         if status == 130:  # Ctrl-C outside of all steps
             message = "stopped"
     except BaseException as error:

@@ -3,9 +3,7 @@ chat."""
 
 import contextlib
 import copy
-import glob
 import hashlib
-import json
 import os
 import sys
 import time
@@ -227,13 +225,6 @@ class Reader:
         cache = self._read(head + marked, file, progress)
         self.document, self._document = text, marked
         return cache
-
-    def name_of(self, text: str) -> str:
-        """A name for the memory file of a document: the same for the same weights, options,
-        tokenizer, chat template and text, wherever the model lies. Hashes the weights."""
-        head, _ = self._rendered_parts([{"role": "user", "content": ""}], True)
-        facts = [describe_model(self.model), fingerprint(self.tokenizer), head, _checked(text)]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     @check_types
     def generate(self, texts: str | Sequence[str], **options) -> list[str]:
@@ -494,9 +485,7 @@ def _only_reader(file: Path) -> Iterator[None]:
         yield
     finally:
         if file.exists():
-            partial = _partial_of(file)
-            for left in (partial, *file.parent.glob(f"{glob.escape(partial.name)}.*.part")):
-                left.unlink(missing_ok=True)
+            _partial_of(file).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # on Windows an open file cannot be removed
                 _lock_of(file).unlink(missing_ok=True)
         lock.release()

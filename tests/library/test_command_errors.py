@@ -131,7 +131,7 @@ def test_a_broken_model_is_told_in_one_line(kind, folders, run, tmp_path):
     BROKEN_MODELS[kind](model)
     before = contents(model)
     for words in commands_of(model, folders, tmp_path, "--adapter", folders["adapter"]).values():
-        refused(run, words, model)
+        assert "huggingface.co" not in refused(run, words, model)
     assert contents(model) == before and not (tmp_path / "kept").exists()
     assert {path.name for path in tmp_path.iterdir()} <= {"model"}
 
@@ -161,7 +161,7 @@ def test_a_broken_adapter_is_told_in_one_line(kind, folders, run, tmp_path):
     BROKEN_ADAPTERS[kind](adapter)
     before, model = contents(tmp_path), folders["plain"]
     for words in commands_of(model, folders, tmp_path, "--adapter", adapter).values():
-        refused(run, words, adapter)
+        assert "huggingface.co" not in refused(run, words, adapter)
     assert contents(tmp_path) == before
 
 
@@ -255,7 +255,11 @@ def test_a_name_that_nobody_has_says_both(name, run, tmp_path, monkeypatch):
     refused(run, ["estimate", name], name, f"There is no folder {name} in {tmp_path}, either.")
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "t5", "bart", "opt", "mamba"])
+OTHER_FAMILIES = ["bert", "roberta", "electra", "t5", "bart", "opt", "mamba"]
+OTHER_FAMILIES += ["bloom", "mpt", "ctrl", "cpmant", "xlnet"]  # without rotary positions
+
+
+@pytest.mark.parametrize("kind", OTHER_FAMILIES)
 def test_an_estimate_of_a_model_without_such_layers_is_refused(kind, run, tmp_path):
     text("config.json", json.dumps({"model_type": kind}))(tmp_path)
     refused(run, ["estimate", tmp_path], "cannot have Infini-attention")
@@ -269,8 +273,24 @@ def test_options_that_would_do_nothing_are_refused(folders, run, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+def test_without_words_it_shows_its_help_and_fails(run):
+    for words in ([], ["--traceback"]):
+        assert "Usage: hf-infini" in run(*words, status=2).out
+
+
 # --- outputs
 # --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/dev/null").is_char_device(), reason="needs /dev/null")
+def test_a_device_is_neither_read_nor_written(folders, run):
+    """Some never end."""
+    device, model, document = "/dev/null", folders["memory"], folders["play.txt"]
+    refused(run, ["ask", model, document, "--memory", device], device, "is no file and no folder")
+    for name in ("read", "inspect"):
+        refused(run, [name, model, document, "--out", device], device, "is no file and no folder")
+        refused(run, [name, model, device, "--out", "out"], device, "is a device and no file")
+    refused(run, ["continue", model, device, "more"], device, "is a device and no file")
 
 
 def test_nothing_is_written_over_what_is_read(folders, run, tmp_path):
@@ -328,13 +348,29 @@ def test_a_full_disk_and_a_closed_pipe_end_quietly(folders):
 @pytest.mark.parametrize(
     ("target", "words", "left"),
     [
-        ("fit_keep_score", ["fit", "plain", "DOC", "--out", "OUT"], "nothing is kept of a fit"),
-        ("read_documents", ["read", "memory", "DOC", "--out", "OUT"], "nothing was kept"),
-        ("load_causal_lm", ["ask", "memory", "DOC"], "while loading the model"),
-        ("Reader.read", ["read", "memory", "DOC", "--out", "OUT"], "the same command begins again"),
-        ("Reader.chat", ["ask", "memory", "DOC", "-q", "Who?"], "is kept: nothing is read again"),
-        ("inspect_attention", ["inspect", "memory", "DOC", "--out", "OUT"], "nothing was kept"),
-        ("load_config", ["estimate", "memory"], "while reading the configuration"),
+        (
+            "tools.ready.fit_keep_score",
+            ["fit", "plain", "DOC", "--out", "OUT"],
+            "nothing is kept of a fit",
+        ),
+        ("command.read_documents", ["read", "memory", "DOC", "--out", "OUT"], "nothing was kept"),
+        ("tools.ready.load_causal_lm", ["ask", "memory", "DOC"], "while loading the model"),
+        (
+            "command.Reader.read",
+            ["read", "memory", "DOC", "--out", "OUT"],
+            "the same command begins again",
+        ),
+        (
+            "command.Reader.chat",
+            ["ask", "memory", "DOC", "-q", "Who?"],
+            "is kept: nothing is read again",
+        ),
+        (
+            "command.inspect_attention",
+            ["inspect", "memory", "DOC", "--out", "OUT"],
+            "nothing was kept",
+        ),
+        ("command.load_config", ["estimate", "memory"], "while reading the configuration"),
     ],
 )
 def test_every_step_says_what_an_interruption_leaves(
@@ -343,7 +379,7 @@ def test_every_step_says_what_an_interruption_leaves(
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"{command.__name__}.{target}", stopped)
+    monkeypatch.setattr(f"hf_infini.{target}", stopped)
     names = {"DOC": folders["play.txt"], "OUT": tmp_path / "out"} | folders
     printed = run(*(names.get(word, word) for word in words), status=130)
     last = printed.err.splitlines()[-1]
