@@ -288,7 +288,7 @@ def estimate(
 ) -> None:
     """Megabytes of a cache, with all tokens and with a memory. Only the model's configuration is
     needed."""
-    with while_("reading the configuration of", model, what_helps(model)):
+    with while_("reading the configuration of", model, lambda: what_helps(model)):
         config = load_config(model)
     options: dict[str, Any] = {}
     if not has_memory(model, config, None, kept_tokens):

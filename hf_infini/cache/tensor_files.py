@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -167,7 +167,7 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 
 @contextlib.contextmanager
-def part_of(out: Path) -> Iterator[Path]:
+def part_of(out: Path) -> Generator[Path]:
     """A new folder beside `out`, named `OUT.….part`, to write what becomes `out`; it is removed in
     the end. After a kill it is left, and the next process that writes `out` removes it: each locks
     its own while it lives, but for Windows, which has no such locks."""
@@ -187,7 +187,7 @@ def part_of(out: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, wait: bool) -> Iterator[bool]:
+def _locked(path: Path, wait: bool) -> Generator[bool]:
     """Whether this process has a lock on a file or folder, which it gives back after the block."""
     handle, held = None, False
     with contextlib.suppress(OSError, AttributeError):

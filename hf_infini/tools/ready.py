@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
+from ..cache.tensor_files import FileKind
 from ..models.adapter import RECORD, load_adapter, merged, save_adapter
 from ..models.loading import find_folder, load_causal_lm, load_tokenizer
 from ..models.patching import patch_model, unpatch_model
@@ -19,6 +21,7 @@ from .outputs import check_output
 WINDOW = {"segment_length": 128, "local_segments": 1, "sink_tokens": 4}
 KEPT_TOKENS = 1788  # 2,048 places with these
 ROW = 1700  # tokens of a row of the fit, at most
+FILE = FileKind("JSON file of a model", "get it again, or save it again")
 
 
 def load_ready(
@@ -64,7 +67,7 @@ def load_saved(model: str, device: str, dtype: str):
         if device == "auto":
             found = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         torch.ones(1, device=found).cpu()  # now, and not after the model is read
-    with while_("loading the model", model, what_helps(model)):
+    with while_("loading the model", model, lambda: what_helps(model)):
         net: Any = load_causal_lm(model, dtype=dtype)
         tokenizer = load_tokenizer(model, net)
     with while_("moving the model to", option, "cpu can be used."):
@@ -84,7 +87,7 @@ def has_memory(model: str, config, adapter: str | None, kept_tokens: int | None)
 
 def adapted(net, adapter: str, kept_tokens: int | None):
     """A plain model with an adapter's memory, and PEFT's adapter in its weights."""
-    with while_("loading the adapter", adapter, what_helps(adapter)):
+    with while_("loading the adapter", adapter, lambda: what_helps(adapter)):
         place = find_folder(adapter, "adapter folder") or adapter
         return merged(load_adapter(net, str(place), kept_tokens=kept_tokens))
 
@@ -110,7 +113,17 @@ def fit_score(net, tokenizer, text: str, folder: Path, kept_tokens: int) -> None
 
 
 def what_helps(name: str) -> str:
-    """What helps where something cannot be loaded."""
-    if Path(name).expanduser().exists():
-        return "Its files may be damaged, not whole, or of a kind that cannot be taken."
-    return f"There is no folder {name} in {Path.cwd()}, either."
+    """What helps where something cannot be loaded: which file is damaged, if one is."""
+    place = Path(name).expanduser()
+    if not place.exists():
+        return f"There is no folder {name} in {Path.cwd()}, either."
+    for file in sorted(place.glob("*.json")) + sorted(place.glob("*.safetensors")):
+        try:
+            if file.suffix == ".json":
+                FILE.object_of(file, file.read_bytes())
+            else:
+                safe_open(file, "pt")
+        except (OSError, ValueError, SafetensorError) as error:
+            said = str(error)
+            return said if str(file) in said else f"{file} is damaged ({said}): {FILE.remedy}."
+    return "Its files may be of several versions, or of a kind that cannot be taken."

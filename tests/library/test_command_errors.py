@@ -4,6 +4,7 @@ no file of the user's is changed."""
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -124,6 +125,25 @@ BROKEN_MODELS = {
 }
 
 
+JSON_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", ["[]", "null", "3", "{"])
+@pytest.mark.parametrize("name", [*JSON_FILES, WEIGHTS])
+def test_the_damaged_file_of_a_model_is_named(name, content, folders, run, tmp_path):
+    model = shutil.copytree(folders["memory"], tmp_path / "model")
+    text(name, content)(model)
+    words = ["ask", model, folders["play.txt"], "-q", "Who?", "--max-new-tokens", 2]
+    if (name, content) == (JSON_FILES[-1], "{"):  # which transformers does without
+        run(*words)
+    else:
+        refused(run, words, f" {model / name} is ", "get it again, or save it again")
+
+
+SHAPES = ("more tokens", "fewer tokens", "wider")  # in the configuration
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BROKEN_MODELS)
 def test_a_broken_model_is_told_in_one_line(kind, folders, run, tmp_path):
@@ -131,7 +151,10 @@ def test_a_broken_model_is_told_in_one_line(kind, folders, run, tmp_path):
     BROKEN_MODELS[kind](model)
     before = contents(model)
     for words in commands_of(model, folders, tmp_path, "--adapter", folders["adapter"]).values():
-        assert "huggingface.co" not in refused(run, words, model)
+        line = refused(run, words, model)
+        assert "huggingface.co" not in line and "above" not in line
+        if kind in SHAPES:
+            assert re.search(r" [\w.]+ is \[\d+, \d+\], and must be \[\d+, \d+\]\.", line)
     assert contents(model) == before and not (tmp_path / "kept").exists()
     assert {path.name for path in tmp_path.iterdir()} <= {"model"}
 
@@ -150,6 +173,7 @@ BROKEN_ADAPTERS = {
     "no weights": lambda folder: (folder / "infini_adapter.safetensors").unlink(),
     "LoRA of nothing": text("adapter_config.json", "{}"),
     "LoRA null": text("adapter_config.json", "null"),
+    "a file": lambda folder: [shutil.rmtree(folder), folder.write_text("x")],
     "nothing": lambda folder: [file.unlink() for file in folder.iterdir()],
 }
 
@@ -339,6 +363,17 @@ def test_a_full_disk_and_a_closed_pipe_end_quietly(folders):
         assert done.returncode in status, done.stderr
         said = [line for line in done.stderr.splitlines() if line.startswith(("error", "Exc"))]
         assert len(said) == lines and "Traceback" not in done.stderr, done.stderr
+
+
+def test_what_a_link_leads_to_is_written(folders, run, tmp_path):
+    words = ["inspect", folders["memory"], folders["play.txt"], "--max-tokens", 9, "--out"]
+    (tmp_path / "page.html").write_text("old")
+    (tmp_path / "link").symlink_to("page.html")
+    run(*words, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "page.html").stat().st_size > 1000
+    (tmp_path / "round").symlink_to("round")
+    run(*words, tmp_path / "round")  # to nothing
+    assert not (tmp_path / "round").is_symlink() and (tmp_path / "round").is_file()
 
 
 # --- interruptions

@@ -189,6 +189,7 @@ def kept(folders, run, tmp_path) -> Path:
     (folder / "scores" / ("e" * 32)).mkdir(parents=True)
     (folder / "scores" / ("e" * 32) / "infini_adapter.json").write_text("{}")
     (folder / "scores" / f"{'e' * 32}.json").write_text('["damaged')
+    (folder / "memories" / f"{'c' * 32}.json").mkdir()
     return folder
 
 
