@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:  # what a configuration's mixins come before; they have no base when the code runs
     from transformers import PreTrainedConfig as ConfigBase
@@ -56,16 +56,78 @@ def refuse(*cases: tuple[object, str]) -> None:
             raise ValueError(f"{reason}.")
 
 
-def places_of(
-    segment_length: int, local_segments: int = 0, sink_tokens: int = 0, kept_tokens: int = 0
-) -> int:
-    """Places of a window: tokens that the softmax sees at most."""
-    return sink_tokens + kept_tokens + (local_segments + 1) * segment_length
+class Window(NamedTuple):
+    """What the softmax of a layer sees, in tokens: the first ones of a document, kept ones, and the
+    segments up to the query's own; each has its place, in this order."""
+
+    segment_length: int  # L
+    local_segments: int = 0  # w, segments before the query's own
+    sink_tokens: int = 0  # S
+    kept_tokens: int = 0  # K
+
+    @property
+    def ahead(self) -> int:
+        """Places before those of the segments, of sinks and kept tokens."""
+        return self.sink_tokens + self.kept_tokens
+
+    @property
+    def span(self) -> int:
+        """Places of the segments."""
+        return (self.local_segments + 1) * self.segment_length
+
+    @property
+    def places(self) -> int:
+        """All places: tokens that the softmax sees at most."""
+        return self.ahead + self.span
+
+
+SINKS, LONGEST_WINDOW, SHORT_SEGMENT = 4, 256, 64  # tokens; see `options_of_cache`
+
+
+def options_of_cache(cache_tokens: int, **options) -> dict[str, Any]:
+    """The options of a pretrained model whose cache holds so many tokens a head.
+
+    Four first tokens stay (sinks). Where attention decides what is kept, the window has half of the
+    rest in short segments; with a learned score up to 256 tokens. All others are kept tokens. There
+    is no memory, unless an `update_rule` is given.
+
+    Args:
+        cache_tokens: sinks, window and kept tokens together, on average over the layers.
+        options: others of [`MemoryOptions`]; not the sizes that follow from `cache_tokens`.
+
+    Raises:
+        ValueError: fewer than 32 tokens, or a size is given as well.
+    """
+    check_number("cache_tokens", cache_tokens, {"at_least": 32, "at_most": 2**20})
+    twice = [name for name in Window._fields if options.get(name) is not None]
+    refuse(
+        (
+            twice,
+            f"cache_tokens decides {', '.join(Window._fields)}: give it, or all of these; got "
+            f"cache_tokens and {' and '.join(twice)}",
+        )
+    )
+    window, segment = min(cache_tokens // 2, LONGEST_WINDOW), LONGEST_WINDOW
+    if options.get("keep_score", "attention") == "attention":
+        window, segment = cache_tokens // 2, SHORT_SEGMENT
+    segment = min(segment, window // 2)
+    segments = window // segment
+    return {
+        "update_rule": "none",
+        "segment_length": segment,
+        "local_segments": segments - 1,
+        "sink_tokens": SINKS,
+        "kept_tokens": cache_tokens - SINKS - segments * segment,
+        **options,
+    }
 
 
 # the default first; a rule is a file of its name in ops/rules/
 UpdateRule = Literal["linear", "delta", "gated_delta", "none"]
 UPDATE_RULES = get_args(UpdateRule)
+# the default first; a score is a file of its name in ops/keeping/
+KeepScore = Literal["attention", "learned", "half", "key_norm"]
+KEEP_SCORES = get_args(KeepScore)
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -105,7 +167,8 @@ class MemoryOptions(ConfigBase):
             the window, which fades (a token that is `2 * kept_tokens` older must have received e
             times as much); `"learned"`, those with the largest w·x, with x the input of the layer's
             projections and a w for each key/value head that starts at zero (then the earliest are
-            kept); or `"half"`, half of the places for each of the two.
+            kept); `"half"`, half of the places for each of the two; or `"key_norm"`, those with the
+            smallest keys, which needs neither attention nor learning.
         gate_init (`float`, *optional*, defaults to 0.0):
             First value of every head's gate logit β; the memory's share of the output is
             sigmoid(β).
@@ -133,7 +196,7 @@ class MemoryOptions(ConfigBase):
     sink_tokens: int = number(0, at_least=0)
     kept_tokens: int = number(0, at_least=0, at_most=2**20)
     kept_shares: list[float | int] | None = None
-    keep_score: Literal["attention", "learned", "half"] = "attention"
+    keep_score: KeepScore = "attention"
     gate_init: float | int = number(0.0, at_least=-1000, at_most=80)  # e^β is a number in float32
     layers: list[int] | None = None
     memory_conv: int = number(0, at_least=0, at_most=1024)
@@ -146,27 +209,28 @@ class MemoryOptions(ConfigBase):
         return True
 
     @property
-    def window(self) -> tuple[int, int, int, int]:
+    def window(self) -> Window:
         """The widest of [`MemoryOptions.window_of`] the layers with a memory."""
         layers = [None] if self.kept_shares is None else self.infini_layers
-        return *self.window_of(None)[:3], max([self.window_of(layer)[3] for layer in layers])
+        return max([self.window_of(layer) for layer in layers])
 
-    def window_of(self, layer: int | None) -> tuple[int, int, int, int]:
-        """What the softmax of a layer sees: tokens of a segment, earlier segments, first tokens of
-        a document, kept tokens. `None`: of one outside of a model."""
+    def window_of(self, layer: int | None) -> Window:
+        """What the softmax of this layer, counted from 0, sees; `None`: of one outside of a
+        model."""
         length: Any = self.segment_length  # there is one where there is a memory
         share = 1 if self.kept_shares is None or layer is None else self.kept_shares[layer]
-        return length, self.local_segments, self.sink_tokens, int(self.kept_tokens * share + 1e-6)
+        kept_tokens = int(self.kept_tokens * share + 1e-6)
+        return Window(length, self.local_segments, self.sink_tokens, kept_tokens)
 
     @property
-    def windows(self) -> dict[int, tuple[int, int, int, int]]:
+    def windows(self) -> dict[int, Window]:
         """The windows of the layers with a memory, by their numbers."""
         return {layer: self.window_of(layer) for layer in self.infini_layers}
 
     @property
     def places(self) -> int:
-        """[`places_of`] the window."""
-        return places_of(*self.window)
+        """[`Window.places`] of the widest window."""
+        return self.window.places
 
     @property
     def infini_layers(self) -> list[int]:
@@ -185,11 +249,11 @@ class MemoryOptions(ConfigBase):
             return
         if self.segment_length is None:
             raise ValueError("give segment_length, the tokens of a segment, such as 256.")
-        count, scores = self.num_hidden_layers, {"attention": 0, "learned": 1, "half": 2}
+        count = self.num_hidden_layers
         shares_fit = self.kept_shares is None or (
             len(self.kept_shares) == count
             and all(0 <= share <= 99 for share in self.kept_shares)
-            and self.window[3] > 0
+            and self.window.kept_tokens > 0
         )
         is_causal = getattr(self, "is_causal", True)
         defaults = {"gate_init": 0.0, "feature_map": "elu", "memory_write": "equal"}
@@ -200,11 +264,6 @@ class MemoryOptions(ConfigBase):
                 self.sink_tokens >= self.segment_length,
                 f"sink_tokens must be fewer than the {self.segment_length} tokens of a segment; "
                 f"got {self.sink_tokens}",
-            ),
-            (
-                self.kept_tokens < scores[self.keep_score],
-                f"keep_score={self.keep_score!r} says which tokens are kept: give kept_tokens, "
-                f"such as 256, with it; got {self.kept_tokens}",
             ),
             (
                 not shares_fit,
@@ -260,9 +319,7 @@ def key_heads(config) -> tuple[int, int, int]:
     )
 
 
-def first_layers(
-    windows: dict[int, tuple[int, int, int, int]],
-) -> dict[tuple[int, int, int, int], int]:
+def first_layers(windows: dict[int, Window]) -> dict[Window, int]:
     """Of [`MemoryOptions.windows`], by window, the first layer that has it: what it knows of a text
     holds for the others."""
     return {window: layer for layer, window in reversed(windows.items())}

@@ -16,9 +16,9 @@ together.
 plain       the model as it is: its cache grows with the text;
 window      sinks, and a window of all other tokens;
 random      sinks, a window (--window, --segments), and tokens kept by chance;
-attention, learned, half
-            the same, kept by that `keep_score`; the last two take the scores of --adapter, made by
-            hf-infini fit.
+attention, learned, half, key_norm
+            the same, kept by that `keep_score`; learned and half take the scores of --adapter, made
+            by hf-infini fit.
 
 With --adapter the layers have the shares of the kept tokens that it says, whichever way they are
 kept.
@@ -50,9 +50,10 @@ from pathlib import Path
 from typing import Literal
 
 from cli import SEED, UserError, exit_on_error, option, parse_options
+from cli.model_options import KEEP_SCORES
 from cli.names import check_name
 
-OWN = ("plain", "window", "random", "attention", "learned", "half")
+OWN = ("plain", "window", "random", *KEEP_SCORES)
 PRESSES = [
     f"{press}{end}"
     for press in ("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention")
@@ -247,9 +248,11 @@ def check_options(options: Options) -> None:
             raise UserError(
                 f"--attribute compares the parts of the model as it is: leave out --{name}"
             )
-    learned = [way for way in options.ways if way in ("learned", "half")]
-    if learned and options.adapter is None:
-        raise UserError(f"--ways {' '.join(learned)}: give the --adapter that has their scores")
+    if options.adapter is None:
+        from evaluation.caches import LEARNED
+
+        if learned := [way for way in options.ways if way in LEARNED]:
+            raise UserError(f"--ways {' '.join(learned)}: give the --adapter that has their scores")
     for name in ("ways", "caches"):
         values = getattr(options, name)
         if len(set(values)) < len(values):

@@ -27,9 +27,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..ops.keeping import SCORES
 from ..ops.rules import RULES
 from ..ops.state import InfiniState
-from ..options import key_heads, places_of
+from ..options import key_heads
 from .tensor_files import FileKind, add_tensors, checksum, copies_of, write_files
 
 FORMAT_VERSION = 2
@@ -194,7 +195,7 @@ def check_tensors(path: str | Path, tensors: dict[str, Tensor], config: Any, row
     }
     for layer, window in config.windows.items():
         if (name := f"layers.{layer}.local_skipped") in tensors:  # `None`: no token was
-            wanted[name] = torch.empty(rows, places_of(*window), dtype=torch.bool, device="meta")
+            wanted[name] = torch.empty(rows, window.places, dtype=torch.bool, device="meta")
     for layer in {*range(config.num_hidden_layers)} - config.windows.keys():
         for name in (f"layers.{layer}.keys", f"layers.{layer}.values"):  # as many as were read
             shape = tensors[name].shape[1:] if name in tensors else ()
@@ -219,9 +220,8 @@ def first_states(config: Any, rows: int, dtype: torch.dtype) -> dict[int, Infini
         if taps
         else None
     )
+    how: Any = {"rule": rule, "weighted": weighted, "scores": SCORES[config.keep_score].count}
     return {
-        layer: InfiniState.initial(key, value, *window, rule=rule, weighted=weighted).having(
-            recent_inputs=recent
-        )
+        layer: InfiniState.initial(key, value, *window, **how).having(recent_inputs=recent)
         for layer, window in config.windows.items()
     }

@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ..ops.layout.base import WINDOW_SIZES
+from ..ops.backends.step import with_segments_complete
+from ..ops.keeping import SCORES
+from ..ops.layout.step import segment_border
 from ..ops.rules import RULES
-from ..ops.step import segment_border, with_segments_complete
 from ..options import first_layers
 from .cache import InfiniCache, text_after
 
@@ -53,7 +54,7 @@ class StepCache(InfiniCache):
     def _move_in(self, cache: InfiniCache, pairs: list[tuple[Any, Any]]) -> bool:
         """Takes the states of a cache, by `pairs` of own layers and the cache's; the one that was
         here gets copies."""
-        length, _, sinks, _ = self._config.window
+        length, sinks = self._config.segment_length, self._config.sink_tokens
         if cache.state is None or int(cache.state.tokens_seen.min()) < sinks:
             return False
         if self._holder() is not cache:
@@ -91,18 +92,15 @@ class StepCache(InfiniCache):
         length = self._config.segment_length
         rows = self._borders.get(self._steps % length)
         if rows is not None:
-            rule, borders = RULES[self._config.update_rule].of(self._config), {}
+            config, borders = self._config, {}
+            ways = RULES[config.update_rule].of(config), SCORES[config.keep_score]
             for window, layer in first_layers(self.windows).items():
-                sizes, state = (
-                    dict(zip(WINDOW_SIZES, window, strict=True)),
-                    self.layers[layer].state,
-                )
-                borders[window] = segment_border(
-                    state, sizes, state.tokens_seen % length == 0, rows
-                )
+                state = self.layers[layer].state
+                complete = state.tokens_seen % length == 0
+                borders[window] = segment_border(state, window, complete, rows)
             for layer, window in self.windows.items():
                 state = self.layers[layer].state
-                new = with_segments_complete(rule, state, borders[window]).after(borders[window])
+                new = with_segments_complete(*ways, state, borders[window]).after(borders[window])
                 write_into(state.tensors(), new.tensors())
         cache.in_step = False
 

@@ -20,17 +20,20 @@ from transformers.cache_utils import Cache
 
 from ..compat.execution_device import device_of
 from ..compat.swap_class import swap_class
-from ..ops.attention import attend
+from ..ops.backends import attend
 from ..ops.convolution import short_convolution
-from ..ops.memory import KEEP_SCORES, MemoryRule
+from ..ops.keeping import SCORES
+from ..ops.keeping.score import TokenScore
+from ..ops.memory import MemoryRule
 from ..ops.rules import RULES
 from ..ops.state import AttentionCall, InfiniState, Projections
 from ..ops.window import ScoreOptions, window_attention
-from ..options import key_heads
+from ..options import Window, key_heads
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
 PARAMETERS = ("gate", "memory_conv", "memory_write")
-PARAMETERS += ("keep_weight", *(name for rule in RULES.values() for name in rule.parameters(1, 1)))
+PARAMETERS += tuple({name: None for score in SCORES.values() for name in score.learns})
+PARAMETERS += tuple(name for rule in RULES.values() for name in rule.parameters(1, 1))
 # The copies that travel with models have other module names, and register their own function
 INTERFACE = f"infini_attention of {__name__}"
 TEST_TOKENS = 12  # with which a swapped layer is compared with its own attention
@@ -106,13 +109,17 @@ class MemoryLayerMixin(nn.Module):
     keep_weight: Tensor
 
     @property
-    def window(self) -> tuple[int, int, int, int]:
+    def window(self) -> Window:
         """What its softmax sees."""
         return self.options.window_of(self.layer_idx)
 
     @property
     def rule(self) -> MemoryRule:
         return RULES[self.options.update_rule].of(self.options)
+
+    @property
+    def keep_score(self) -> TokenScore:
+        return SCORES[self.options.keep_score]
 
     def first_values(self, width: int) -> dict[str, Tensor]:
         """The first value of each parameter beside the gate, by its name; `width`: of the layer's
@@ -123,8 +130,8 @@ class MemoryLayerMixin(nn.Module):
             values["memory_conv"] = torch.zeros(config.memory_conv, width)
         if config.memory_write == "learned":
             values["memory_write"] = torch.zeros(heads, width)
-        if config.kept_tokens and "learned" in KEEP_SCORES[config.keep_score]:
-            values["keep_weight"] = torch.zeros(heads, width)
+        if config.kept_tokens:
+            values |= {name: torch.zeros(heads, width) for name in self.keep_score.learns}
         return values | self.rule.parameters(heads, width)
 
     def add_memory_parameters(self, width: int, **options) -> None:
@@ -137,7 +144,8 @@ class MemoryLayerMixin(nn.Module):
                 self,
                 name,
                 nn.Parameter(
-                    torch.empty(value.shape, **options), requires_grad=name != "keep_weight"
+                    torch.empty(value.shape, **options),
+                    requires_grad=name not in self.keep_score.learns,
                 ),
             )
 
@@ -147,14 +155,16 @@ class MemoryLayerMixin(nn.Module):
             init.constant_(self.gate.weight, self.options.gate_init)
         for name, value in self.first_values(1).items():  # the same for all numbers of the input
             init.copy_(getattr(self, name), value.expand_as(getattr(self, name)))
-        if hasattr(self, "keep_weight"):
-            self.keep_weight.requires_grad_(False)  # which loading does not keep
+        for name in self.keep_score.learns:
+            if hasattr(self, name):
+                getattr(self, name).requires_grad_(False)  # which loading does not keep
 
     def begin(self, hidden_states: Tensor, infini: SharedInputs) -> tuple[Tensor, Attend]:
         """The input of the projections, `[batch, tokens, width]`: `hidden_states`, perhaps with the
         short convolution. And the function that attends with what they give, and leaves the layer's
         next state."""
-        layout, exchange, rule = infini.layouts[self.window], infini.exchange, self.rule
+        layout, exchange = infini.layouts[self.window], infini.exchange
+        rule, score = self.rule, self.keep_score
         cached: Any = None if infini.cache is None else infini.cache.layers[self.layer_idx]
         state = None if cached is None else cached.state
         recent, taps = None if state is None else state.recent_inputs, self.options.memory_conv
@@ -180,14 +190,14 @@ class MemoryLayerMixin(nn.Module):
             if before is None:
                 weighted = tokens.log_weight is not None
                 before = InfiniState.initial(
-                    key, value, *layout.window_sizes, rule=rule, weighted=weighted
+                    key, value, *layout.window, rule=rule, weighted=weighted, scores=score.count
                 )
             if exchange is not None:
                 before = exchange.received_state(self.layer_idx, before, tokens)
             gate = self.gate() if rule.holds else None
             wanted = {"return_state": cached is not None, "in_place": not torch.is_grad_enabled()}
             output, after, weights = attend(
-                AttentionCall(tokens, gate, layout, rule, options, before, **wanted)
+                AttentionCall(tokens, gate, layout, rule, options, before, score, **wanted)
             )
             if exchange is not None:
                 output = exchange.passed_on_state(self.layer_idx, output, after)
@@ -198,20 +208,14 @@ class MemoryLayerMixin(nn.Module):
         return hidden_states, attend_with_memory
 
     def learned_score(self, hidden_states: Tensor) -> Tensor | None:
-        """What decides which tokens are kept, `[batch, kv_heads, tokens]`, in float32; `None`:
-        nothing learned. Which tokens are kept must depend on the text only, and equal tokens, of
-        which the earlier is kept, have equal scores. But a product of many rows adds up in another
-        order than one of a single row. So it is computed in float64, where the order changes
-        little, and rounded to 15 bits, which also takes in what calls of other lengths change in
-        the inputs of later layers."""
-        if not self.window[3] or not hasattr(self, "keep_weight"):
+        """What the layer has learned of which tokens are kept, `[batch, kv_heads, tokens]`, in
+        float32; `None`: nothing. `hidden_states`: the input of its projections."""
+        score = self.keep_score
+        if not (score.learns and self.window.kept_tokens):
             return None
-        # Apple's GPUs have no float64
-        wide = torch.float32 if hidden_states.device.type == "mps" else torch.float64
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            inputs, weight = hidden_states.detach().to(wide), self.keep_weight.detach().to(wide)
-            score = F.linear(inputs, weight).transpose(1, 2).float()
-        return (score.view(torch.int32) + 2**8 & -(2**9)).view(torch.float32)  # of 24 bits
+        return score.of_inputs(
+            hidden_states, **{name: getattr(self, name) for name in score.learns}
+        )
 
     def log_weight(self, hidden_states: Tensor) -> Tensor | None:
         """The log weight of each token, or its log rates, `[batch, heads, tokens, rates]`; `None`:

@@ -34,6 +34,7 @@ from ..compat.class_lookups import PREFIX
 from ..compat.peft_saving import UnsavedMemoryWarning, with_saving
 from ..layers.memory_layer import PARAMETERS, MemoryLayerMixin, gates_of, memory_layers
 from ..ops.checks import Model, check_types
+from ..ops.keeping import SCORES
 from ..options import key_heads
 from .base import InfiniPreTrainedMixin
 from .description import DESCRIPTION, check_same, describe, has_signs
@@ -154,8 +155,8 @@ def load_adapter(
         path: a folder, or a name on the Hub.
         kept_tokens: how many tokens a head keeps on average, by the same scores; `None`: as many as
             when it was saved.
-        keep_score: "learned" or "half", which take each other's scores; `None`: as when it was
-            saved.
+        keep_score: one that learns the same: "learned" and "half" take each other's scores; `None`:
+            as when it was saved.
         hub: `revision`, `token`, … of a name on the Hub.
 
     Returns:
@@ -302,12 +303,13 @@ def _checked_options(model, adapter: Adapter, given: dict[str, Any]) -> dict[str
         adapter.files[WEIGHTS], adapter.tensors, wanted, f"the options of {RECORD} say"
     )
     saved = config.keep_score
+    # those that learn the same
+    alike = [name for name, score in SCORES.items() if score.learns == SCORES[saved].learns]
     given = {name: value for name, value in given.items() if value is not None}
-    score = given.get("keep_score", saved)
-    if score != saved and "attention" in (score, saved):
+    if given.get("keep_score", saved) not in alike:
         raise ValueError(
-            f"the adapter was saved with keep_score={saved!r}: only 'learned' and "
-            "'half' share scores."
+            f"the adapter was saved with keep_score={saved!r}: only "
+            f"{' and '.join(map(repr, alike))} share scores."
         )
     convert_config(model.config, config_class, **options | given)
     return options | given
@@ -319,7 +321,7 @@ def _memory_of(model, dtype: torch.dtype | None = None) -> tuple[dict, dict[str,
     unfitted = [
         str(layer.layer_idx)
         for layer in memory_layers(model).values()
-        if hasattr(layer, "keep_weight") and layer.window[3] and not layer.keep_weight.any()
+        if layer.window.kept_tokens and not getattr(layer, "keep_weight", torch.ones(1)).any()
     ]
     if unfitted:
         raise ValueError(

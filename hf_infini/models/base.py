@@ -30,7 +30,7 @@ from ..layers.memory_layer import (
 from ..ops.checks import check_shapes
 from ..ops.layout.base import Layout
 from ..ops.layout.build import segment_layout
-from ..options import first_layers, layer_kinds, places_of
+from ..options import first_layers, layer_kinds
 from .masks import kept_layers_masks
 from .structure import decoder_layers, decoder_of
 
@@ -384,7 +384,7 @@ def begin_call(
     layouts = {}
     for window, layer in first_layers(model.config.windows).items():
         state = None if cache is None else cache.state_before(layer)
-        layouts[window] = segment_layout(batch, tokens, *window, **masks, state=state)
+        layouts[window] = segment_layout(batch, tokens, window, **masks, state=state)
     weights = model.config.output_attentions if output_attentions is None else output_attentions
     weights = bool(weights) or model.config._attn_implementation == "eager"
     return SharedInputs(layouts, of_call, rotary, weights, exchange), cache, use_cache
@@ -396,7 +396,9 @@ def warn_of_unfitted_score(model, tokens: float = math.inf) -> None:
     base, config = decoder_of(model), model.config
     if SCORE_IS_KNOWN in vars(base):
         return
-    if not getattr(config, "kept_tokens", 0) or tokens <= places_of(*config.window[:3]):
+    if not getattr(config, "kept_tokens", 0):
+        return
+    if tokens <= config.window.places - config.window.kept_tokens:
         return
     vars(base)[SCORE_IS_KNOWN] = True
     layers = memory_layers(base).values()

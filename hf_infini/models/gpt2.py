@@ -38,10 +38,10 @@ class InfiniGPT2Config(InfiniConfigMixin, GPT2Config):
 
     def validate_memory_options(self):
         super().validate_memory_options()
-        if self.position_encoding == "segment" and self.window[0] > self.n_positions:
+        if self.position_encoding == "segment" and self.window.segment_length > self.n_positions:
             raise ValueError(
                 "position_encoding='segment' needs an embedding for every place in a segment: "
-                f"segment_length={self.window[0]} is more than n_positions={self.n_positions}."
+                f"segment_length={self.segment_length} is more than n_positions={self.n_positions}."
             )
 
 

@@ -12,8 +12,9 @@ from transformers import PreTrainedConfig
 
 from ..compat.class_lookups import alias_adapters
 from ..compat.hub_code import HubConfigMixin
+from ..ops.keeping import SCORES
 from ..ops.rules import RULES
-from ..options import MemoryOptions, check_number
+from ..options import KEEP_SCORES, MemoryOptions, check_number
 
 # How near a name must be to an option's to be taken for it: transformers' configurations have
 # "n_layers", whose ratio to "layers" is 0.857
@@ -114,7 +115,14 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
         return super().to_dict()
 
     def validate_memory_options(self):
-        """Also that no token is weighed twice: a rule with parameters learns its own rates."""
+        """Also that no token is weighed twice: a rule with parameters learns its own rates; and
+        that each of the scores by which tokens are kept has a place to fill."""
+        fewest = SCORES[self.keep_score].count if self.keep_score != KEEP_SCORES[0] else 0
+        if self.has_memory and self.kept_tokens < fewest:
+            raise ValueError(
+                f"keep_score={self.keep_score!r} says which tokens are kept: give kept_tokens, "
+                f"such as 256, with it; got {self.kept_tokens}."
+            )
         if (
             self.has_memory
             and self.memory_write == "learned"
@@ -134,6 +142,11 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
                     f"{name}={kwargs[name]!r} was an option of an earlier version: "
                     "train without it."
                 )
+        if "cache_tokens" in kwargs:
+            raise ValueError(
+                "cache_tokens is for patch_model and estimate: a configuration has the sizes that "
+                "follow from it, hf_infini.options.options_of_cache(cache_tokens)."
+            )
         self.refuse_misspelt(kwargs)
         for entry in dataclasses.fields(self):
             check_number(entry.name, getattr(self, entry.name), entry.metadata)

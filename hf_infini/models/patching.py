@@ -7,6 +7,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..compat.swap_class import swap_class
 from ..layers.memory_layer import InfiniAttentionMixin
 from ..ops.checks import Model, check_types
+from ..options import options_of_cache
 from .base import SCORE_IS_KNOWN, InfiniPreTrainedMixin
 from .families import infini_class, infini_config
 from .generation import step_caches
@@ -24,7 +25,7 @@ from .transaction import unchanged_on_error
 
 @check_types
 @unchanged_on_error
-def patch_model(model: Model, **options):
+def patch_model(model: Model, *, cache_tokens: int | None = None, **options):
     """Gives a loaded decoder Infini-attention, in place, and returns it.
 
     Modules and weights stay the same objects (optimisers, PEFT adapters and forward hooks keep
@@ -37,9 +38,12 @@ def patch_model(model: Model, **options):
         model: a whole decoder of transformers, such as a `GPT2LMHeadModel` or a `LlamaForCausalLM`,
             with any of its heads, or a base model. Not one that is part of another model of
             transformers, which would be saved without the memory.
-        options: those of [`MemoryOptions`], such as `segment_length=256`; for a GPT-2 also
-            `position_encoding` of [`InfiniGPT2Config`]. A pretrained model needs `sink_tokens=4`
-            and `gate_init=-4.0`, or much the same.
+        cache_tokens: how many tokens a head holds, such as 2048: sensible sizes of sinks, window
+            and kept tokens follow, without a memory ([`options_of_cache`]); `None`: by `options`.
+        options: those of [`MemoryOptions`], such as `segment_length=256` or, with `cache_tokens`,
+            `keep_score="learned"`; for a GPT-2 also `position_encoding` of [`InfiniGPT2Config`]. To
+            train a pretrained model with a memory, begin with `sink_tokens=4` and
+            `gate_init=-4.0`.
 
     Raises:
         ValueError: a model of another kind, one that is patched already, or one with
@@ -64,7 +68,7 @@ def patch_model(model: Model, **options):
         )
     config_class = infini_config(model.config_class)
     base = decoder_of(model)
-    config = convert_config(model.config, config_class, **options)
+    config = convert_config(model.config, config_class, cache_tokens, **options)
     if base is model and (holder := holder_of(base)) is not None:
         raise ValueError(
             f"this {name} is part of a {type(holder).__name__}, which would be saved without its "
@@ -126,11 +130,15 @@ def unpatch_model(model: Model):
     return model
 
 
-def convert_config(config, config_class, **options):
-    """The values of `config` in another class, with `options` on top; ValueError for options that
-    no memory has."""
+def convert_config(config, config_class, cache_tokens: int | None = None, **options):
+    """The values of `config` in another class, with `options` on top, and those that follow from
+    `cache_tokens` ([`options_of_cache`]); ValueError for options that no memory has."""
     infini = config_class if issubclass(config_class, InfiniConfigMixin) else type(config)
-    refuse_unknown(options, infini.own_options())
+    refuse_unknown(options, ["cache_tokens", *infini.own_options()])
+    if cache_tokens is not None:
+        options = options_of_cache(cache_tokens, **options)
+        if "position_encoding" in infini.own_options():  # texts longer than a GPT-2's positions
+            options.setdefault("position_encoding", "segment")
     own = {"model_type", "transformers_version", "architectures", "auto_map", *infini.own_options()}
     converted = config_class(
         **({name: value for name, value in config.to_dict().items() if name not in own} | options)

@@ -14,7 +14,7 @@ import torch
 from huggingface_hub.dataclasses import type_validator
 from torch import Tensor, nn
 
-from ..options import check_number, places_of
+from ..options import Window, check_number
 
 Function = TypeVar("Function", bound=Callable)
 Model = Annotated[Any, nn.Module]  # for a type checker anything, as its class is made when it runs
@@ -70,15 +70,26 @@ def _checkable(annotation: Any) -> Any:
 
 
 def check_arguments(
-    query, key, value, gate, log_weight, learned_score, rule, window, rotary, far_rotary, **numbers
+    query,
+    key,
+    value,
+    gate,
+    log_weight,
+    learned_score,
+    rule,
+    score,
+    window,
+    rotary,
+    far_rotary,
+    **numbers,
 ) -> None:
     """ValueError unless these arguments of [`infini_attention`] fit each other, and `numbers` are
-    within [`LIMITS`]."""
-    check_window(*window, rotary=rotary)
+    within [`LIMITS`]; `rule`, `score` and `window` are what it makes of its options."""
+    check_window(window, rotary)
     if far_rotary is not None:
         if rotary is None or len(far_rotary[0]) != len(rotary):
             raise ValueError("far_rotary takes as many tables as rotary has, and goes with it.")
-        check_window(*window, rotary=far_rotary[0])
+        check_window(window, far_rotary[0])
     for name, number in numbers.items():
         check_number(name, number, LIMITS[name])
     shapes = [list(tensor.shape) for tensor in (query, key, value)]
@@ -105,11 +116,11 @@ def check_arguments(
         raise ValueError("log_weight is for what a memory takes in: leave it out.")
     if heads % kv_heads:
         raise ValueError(f"the {kv_heads} key/value heads must divide the {heads} query heads.")
-    if (learned_score is None) == (window[3] > 0 and rule.keep_score != "attention"):
+    if (learned_score is None) == (window.kept_tokens > 0 and bool(score.learns)):
         raise ValueError(
-            "learned_score goes with kept_tokens and a keep_score of 'learned' or 'half', and "
-            f"with nothing else; got {'none' if learned_score is None else 'one'} with "
-            f"kept_tokens={window[3]} and keep_score={rule.keep_score!r}."
+            "learned_score goes with kept_tokens and a keep_score that is learned, such as 'half', "
+            f"and with nothing else; got {'none' if learned_score is None else 'one'} with "
+            f"kept_tokens={window.kept_tokens} and keep_score={score.keep_score!r}."
         )
     for name, tensor, wanted in (
         ("key", key, (batch, kv_heads, tokens, head_dim)),
@@ -124,15 +135,10 @@ def check_arguments(
             )
 
 
-def check_window(
-    segment_length: int,
-    local_segments: int,
-    sink_tokens: int,
-    kept_tokens: int = 0,
-    rotary: Sequence[Tensor] | None = None,
-) -> None:
-    """ValueError unless there can be such segments, sinks and kept tokens, with these rotary
-    positions."""
+def check_window(window: Window, rotary: Sequence[Tensor] | None = None) -> None:
+    """ValueError unless there can be a window of these sizes, with these tables of rotary
+    positions, `[places, …]` each."""
+    segment_length, local_segments, sink_tokens, kept_tokens = window
     if (
         segment_length < 1
         or local_segments < 0
@@ -144,11 +150,10 @@ def check_window(
             f"- 1 and kept_tokens ≥ 0, got {segment_length}, {local_segments}, {sink_tokens} and "
             f"{kept_tokens}."
         )
-    places = places_of(segment_length, local_segments, sink_tokens, kept_tokens)
-    if rotary is not None and any(len(table) != places for table in rotary):
+    if rotary is not None and any(len(table) != window.places for table in rotary):
         raise ValueError(
             f"rotary has {len(rotary[0])} places, and a window of these segments and "
-            f"sinks has {places}."
+            f"sinks has {window.places}."
         )
 
 

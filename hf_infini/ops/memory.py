@@ -26,13 +26,6 @@ from torch.nn import functional as F
 from .window import product
 
 EPS = 1e-6
-# Which scores of a token a choice of `keep_score` has; each has its share of the places (kept.py)
-KEEP_SCORES = {
-    "attention": ("attention",),
-    "learned": ("learned",),
-    "half": ("attention", "learned"),
-}
-
 Written = tuple[Tensor, Tensor, Tensor | None]  # what [`MemoryRule.written`] returns
 State = tuple[Tensor, Tensor]  # memory and normaliser
 
@@ -71,7 +64,6 @@ class MemoryRule:
 
     feature_map: str = "elu"
     eps: float = EPS
-    keep_score: str = "attention"
 
     update_rule: ClassVar[str] = "linear"  # its name, that of its file in rules/
     # whether there is a memory at all; otherwise M has no rows, and a layer no gate
@@ -81,16 +73,15 @@ class MemoryRule:
     rates: ClassVar[int] = 1  # numbers in a token's log weight
 
     def __post_init__(self):
-        for name, allowed in {"feature_map": FEATURE_MAPS, "keep_score": KEEP_SCORES}.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}."
-                )
+        if self.feature_map not in FEATURE_MAPS:
+            raise ValueError(
+                f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {self.feature_map!r}."
+            )
 
     @classmethod
     def of(cls, config: Any) -> "MemoryRule":
         """The rule with the options of a configuration, [`MemoryOptions`]."""
-        return cls(feature_map=config.feature_map, keep_score=config.keep_score)
+        return cls(feature_map=config.feature_map)
 
     def features(self, x: Tensor) -> Tensor:
         """σ(x), of any shape: positive, so that every denominator of equation 3 is."""
@@ -130,9 +121,7 @@ class MemoryRule:
         inverse = (product(features, normaliser.unsqueeze(-1)) + self.eps).reciprocal()
         return read * inverse if read.requires_grad else read.mul_(inverse)
 
-    def mix(
-        self, local: Tensor, query: Tensor, state: State, gate: Tensor, filled: Tensor
-    ) -> Tensor:
+    def mix(self, local: Tensor, query: Tensor, state: State, gate: Any, filled: Tensor) -> Tensor:
         """(1 − s) · local + s · read, equation 5, computed in the dtype of the memory and returned
         in that of `local`; s is sigmoid(β), or 0 where the memory is not `filled`. local: what the
         window gives, `[B, N, H, C, E]`; query: `[B, N, H, C, D]`; state: M `[B, N, K, D, E]` and z

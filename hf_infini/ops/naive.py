@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..options import Window
 from .checks import check_arguments, check_shapes
-from .memory import KEEP_SCORES
+from .keeping import token_score
 from .positions import rotate
 from .rules import RULES, memory_rule
 from .state import InfiniState
@@ -51,8 +52,9 @@ def naive_infini_attention(
 ) -> Tensor | tuple[Tensor, InfiniState]:
     """[`infini_attention`] with the same arguments and results, one token after the other, all in
     float32 or wider."""
-    window = (segment_length, local_segments, sink_tokens, kept_tokens)
-    rule = memory_rule(update_rule, feature_map=feature_map, keep_score=keep_score, eps=eps)
+    window = Window(segment_length, local_segments, sink_tokens, kept_tokens)
+    rule = memory_rule(update_rule, feature_map=feature_map, eps=eps)
+    score = token_score(keep_score)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
     check_arguments(
         query,
@@ -62,6 +64,7 @@ def naive_infini_attention(
         log_weight,
         learned_score,
         rule,
+        score,
         window,
         rotary,
         far_rotary,
@@ -69,7 +72,8 @@ def naive_infini_attention(
     )
     check_shapes(query.shape[0], query.shape[2], attention_mask, memory_mask, position_ids)
     if state is None:
-        state = InfiniState.initial(key, value, *window, rule=rule, weighted=log_weight is not None)
+        made: Any = {"rule": rule, "weighted": log_weight is not None, "scores": score.count}
+        state = InfiniState.initial(key, value, *window, **made)
     (batch, kv_heads, tokens, _), group, dtype = (
         key.shape,
         query.shape[1] // key.shape[1],
@@ -80,19 +84,23 @@ def naive_infini_attention(
     )
     options = SimpleNamespace(rule=RULES[update_rule], feature_map=FEATURE_MAPS[feature_map])
     options.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options.score_names = KEEP_SCORES[keep_score] if kept_tokens else ()
+    options.score = score
     options.far_rotary, far_from = (rotary, 0) if far_rotary is None else far_rotary
     options.far_from = far_from
     vars(options).update(rotary=rotary, turn=turn, softcap=softcap, dropout=dropout, eps=eps)
-    of_scores: dict[str, Any] = {
-        "attention": key.new_zeros(key.shape[:3]),
-        "learned": _widen(learned_score, state),
-    }
-    scores = (
-        torch.stack([of_scores[name] for name in options.score_names], -1).detach()
-        if kept_tokens
-        else None
+    learned = _widen(
+        key.new_zeros(key.shape[:3]) if learned_score is None else learned_score, state
     )
+    scores = None
+    if kept_tokens:
+        found = [
+            score.naive_first(*one)
+            for one in zip(
+                *(part.flatten(0, 2) for part in (key.detach(), value.detach(), learned.detach())),
+                strict=True,
+            )
+        ]
+        scores = torch.stack([torch.stack(one).to(key) for one in found]).view(*key.shape[:3], -1)
     outputs, states = [], []
     for row, head in itertools.product(range(batch), range(kv_heads)):
         # the query heads that share this key/value head
@@ -137,7 +145,6 @@ def naive_infini_attention(
     return output, replace(state, **fields)
 
 
-FADE, LEAST = 2, torch.finfo(torch.float32).tiny  # see kept.py
 # The fields of a state that differ from head to head
 OF_HEADS = (
     "memory",
@@ -235,7 +242,7 @@ class _Head:
             if self.of.softcap is None
             else self.of.softcap * torch.tanh(scores / self.of.softcap)
         )
-        if "attention" in self.of.score_names:
+        if self.kept_tokens and self.of.score.receiving is not None:
             self.receive(scores.detach(), seen)
         # [group, value_dim]
         output = F.dropout(torch.softmax(scores, -1), self.of.dropout) @ values
@@ -275,7 +282,9 @@ class _Head:
         for weight, column in zip(weights, columns, strict=True):
             if seen[column] >= self.ahead:
                 token = self.places[seen[column]]
-                token.score = torch.cat([token.score[:1] + weight, token.score[1:]])
+                received = torch.zeros_like(token.score)
+                received[self.of.score.receiving] = weight
+                token.score = token.score + received
 
     def turned(self, states, seen):
         """Queries or keys turned by their places in the window; sinks come right before what is
@@ -315,18 +324,15 @@ class _Head:
     def keep(self, segment):
         """Keeps the best of what has been kept and of this segment, and returns the others, in
         order."""
-        for token in segment if "attention" in self.of.score_names else ():
+        for token in segment:
             # that have seen it
             queries = (self.local_segments + 1) * self.length - token.number % self.length
-            mean = (token.score[:1].detach() / queries).clamp(min=LEAST)
-            # it fades
-            token.score = torch.cat(
-                [mean.log() + token.number / (FADE * self.kept_tokens), token.score[1:]]
-            )
+            known = token.score.detach(), token.number, queries, self.kept_tokens
+            token.score = torch.stack([*self.of.score.naive_final(*known)])
         left = [
             held for held in self.places[self.sink_tokens : self.ahead] if held is not None
         ] + segment
-        stays, count = set(), len(self.of.score_names)
+        stays, count = set(), self.of.score.count
         for place in range(count):
             share = (self.kept_tokens + count - 1 - place) // count  # the first gets the odd place
             others = [token for token in left if token.number not in stays]

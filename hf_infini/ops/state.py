@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..options import places_of
+from ..options import Window
 from .checks import check_window
-from .memory import KEEP_SCORES, MemoryRule
+from .keeping.score import TokenScore
+from .memory import MemoryRule
 from .window import ScoreOptions
 
 # The fields of a state that hold a window, in the order of those of [`Projections`] after the query
@@ -54,7 +55,7 @@ class InfiniState:
             all tokens weigh 1.
         local_score: `[batch, kv_heads, P, scores]`, float32 or wider, [`Projections.score`], with
             the attention that the window's tokens have received so far, as a sum, and the kept
-            ones, as a mean (see kept.py); `None` without any.
+            ones, as a mean (see keeping/); `None` without any.
         kept_position: `[batch, kv_heads, K]`, int64: the number, in the document, of each kept
             token; −1: none; or `None`.
         local_skipped: `[batch, P]` bool: which tokens of the window `memory_mask` keeps out of the
@@ -91,17 +92,19 @@ class InfiniState:
         *,
         rule: MemoryRule | None = None,
         weighted: bool = False,
+        scores: int = 1,
     ) -> "InfiniState":
         """The state before the first token of every row. Of `key` `[batch, kv_heads, tokens,
         head_dim]` and `value` `[…, value_dim]` only the shapes, dtype and device are read; `L`,
         `w`, `S` and `K` as of [`infini_attention`]; `rule`: how the memory is written, `None`: by
-        the linear rule; `weighted`: whether tokens have a `log_weight`."""
+        the linear rule; `weighted`: whether tokens have a `log_weight`; `scores`: how many say
+        whether a token is kept, [`TokenScore.count`]."""
         rule = MemoryRule() if rule is None else rule
-        check_window(segment_length, local_segments, sink_tokens, kept_tokens)
+        window = Window(segment_length, local_segments, sink_tokens, kept_tokens)
+        check_window(window)
         (batch, heads, _, head_dim), value_dim = key.shape, value.shape[-1]
         dtype = torch.promote_types(key.dtype, torch.float32)
-        places = places_of(segment_length, local_segments, sink_tokens, kept_tokens)
-        scores = len(KEEP_SCORES[rule.keep_score])
+        places = window.places
         # One zero, seen as a whole window: a call that reads no window and keeps no state pays for
         # none.
         zero = key.new_zeros(1)
@@ -218,8 +221,19 @@ class AttentionCall(NamedTuple):
     rule: MemoryRule
     softmax: ScoreOptions
     state: InfiniState  # that the tokens continue
+    keep_score: TokenScore
     return_state: bool = False
     in_place: bool = False  # a single token may overwrite the given state
+
+    def prepared(self) -> "AttentionCall":
+        """The call with the first scores of its tokens, and a state of their dtype. ValueError
+        where the state does not fit."""
+        tokens, window = self.tokens, self.layout.window
+        if window.kept_tokens:
+            first = self.keep_score.first(tokens.key, tokens.value, tokens.score)
+            tokens = tokens._replace(score=first)
+        state = self.state.checked_for(tokens, window.places, self.rule)
+        return self._replace(tokens=tokens, state=state)
 
 
 # What [`attend`] returns: the output; the state, and the local weights, which may be `None` where

@@ -4,7 +4,8 @@ import torch
 
 from ..compat.execution_device import device_of
 from ..layers.memory_layer import memory_layers
-from ..ops.attention import attend_grid, choose, forced_backend
+from ..ops.backends import choose, forced_backend
+from ..ops.backends.grid import attend_grid
 from ..ops.checks import Model, check_types
 from ..ops.state import Attended, AttentionCall
 from ..options import context_limit

@@ -152,7 +152,9 @@ class Demo:
             )
             if config.kept_tokens:
                 with gradio.Accordion("What a head keeps of the document", open=False):
-                    layers = [each for each in config.infini_layers if config.window_of(each)[3]]
+                    layers = [
+                        each for each in config.infini_layers if config.window_of(each).kept_tokens
+                    ]
                     window = config.local_segments * config.segment_length + 1
                     layer = gradio.Dropdown(layers, value=layers[len(layers) // 2], label="Layer")
                     head = gradio.Dropdown(

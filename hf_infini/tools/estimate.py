@@ -22,11 +22,20 @@ class Estimate(NamedTuple):
 
 
 @check_types
-def estimate(config: PreTrainedConfig, tokens: int, **options) -> Estimate:
+def estimate(
+    config: PreTrainedConfig, tokens: int, *, cache_tokens: int | None = None, **options
+) -> Estimate:
     """The bytes of the cache after so many tokens of one sequence, in the configuration's dtype.
-    `config`: of a plain model, with the `options` of [`patch_model`], or of one with a memory.
-    ValueError for options that no memory has, or for a model that has one already; and for a model
-    that cannot have a memory."""
+
+    Args:
+        config: of a plain model, or of one with a memory, which takes no options.
+        tokens: of the sequence, at least 1.
+        cache_tokens, options: as of [`patch_model`].
+
+    Raises:
+        ValueError: options that no memory has, or of a model that has them already; or a model that
+            cannot have a memory.
+    """
     check_number("tokens", tokens, {"at_least": 1})
     if not hasattr(config, "infini_layers"):
         config = config.get_text_config(decoder=True)
@@ -34,11 +43,11 @@ def estimate(config: PreTrainedConfig, tokens: int, **options) -> Estimate:
             base = decoder_of(AutoModel.from_config(config))
         for attention in attention_layers(base):
             infini_class(type(attention))
-        config = convert_config(config, infini_config(type(config)), **options)
-    elif options:
+        config = convert_config(config, infini_config(type(config)), cache_tokens, **options)
+    elif options or cache_tokens is not None:
         raise ValueError(
             f"this {type(config).__name__} has the options of its memory: leave out "
-            f"{', '.join(options)}."
+            f"{', '.join([*options] or ['cache_tokens'])}."
         )
     dtype = dtype_of(config)
     heads, *widths = key_heads(config)

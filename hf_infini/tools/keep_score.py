@@ -25,7 +25,8 @@ from ..compat.execution_device import device_of
 from ..layers.memory_layer import MemoryLayerMixin, in_evaluation, memory_layers
 from ..models.structure import decoder_of, trained_places
 from ..models.transaction import unchanged_on_error
-from ..ops.attention import attend_grid, forced_backend
+from ..ops.backends import forced_backend
+from ..ops.backends.grid import attend_grid
 from ..ops.checks import Model, check_types
 from ..ops.state import Attended, AttentionCall
 from ..options import check_number

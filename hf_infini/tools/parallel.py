@@ -170,7 +170,7 @@ class ShardCache(InfiniCache):
                 for name, mask in self.masks.items()
             }
             for window in first_layers(self.windows):
-                layout: Any = segment_layout(batch, columns, *window, **cut, device=device)
+                layout: Any = segment_layout(batch, columns, window, **cut, device=device)
                 self.layouts_before[window], before = (
                     layout,
                     InfiniState.initial(nothing, nothing, *window).after(layout),

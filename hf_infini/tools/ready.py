@@ -18,7 +18,8 @@ from .one_line import say, while_
 from .outputs import check_output
 
 # of a plain model without an adapter
-WINDOW = {"segment_length": 128, "local_segments": 1, "sink_tokens": 4}
+WINDOW: dict[str, Any] = {"segment_length": 128, "local_segments": 1, "sink_tokens": 4}
+WINDOW |= {"update_rule": "none"}
 KEPT_TOKENS = 1788  # 2,048 places with these
 ROW = 1700  # tokens of a row of the fit, at most
 FILE = FileKind("JSON file of a model", "get it again, or save it again")
@@ -96,11 +97,7 @@ def fit_score(net, tokenizer, text: str, folder: Path, kept_tokens: int) -> None
     """Gives a plain model a window and kept tokens, fits their score, and writes it."""
     if hasattr(net.config, "infini_layers"):
         raise ValueError("this model has a memory already; a score is fitted for a plain one.")
-    options: dict[str, Any] = WINDOW | {
-        "kept_tokens": kept_tokens,
-        "keep_score": "learned",
-        "gate_init": -1000.0,
-    }
+    options = WINDOW | {"kept_tokens": kept_tokens, "keep_score": "learned"}
     if net.config.model_type == "gpt2":
         options["position_encoding"] = "segment"  # texts longer than its positions
     patch_model(net, **options)

@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_infini import infini_attention
-from hf_infini.ops.attention import forced_backend
+from hf_infini.ops.backends import forced_backend
 from hf_infini.ops.naive import EPS
 from hf_infini.ops.positions import rotation
 from hf_infini.ops.rules import RULES
-from hf_infini.options import UPDATE_RULES, places_of
+from hf_infini.options import UPDATE_RULES, Window
 
 BASE = "infini"  # whose time and memory are 1 in the ratios
 
@@ -166,7 +166,7 @@ def _by(backend: str, make: Callable[[Problem], Forward]) -> Callable[[Problem],
 def _make_window(problem: Problem, kept: int = 0) -> Forward:
     shape, device = problem.shape, problem.query.device
     sinks = min(4, shape.segment - 1)
-    places = torch.arange(places_of(shape.segment, 1, sinks, kept), device=device)
+    places = torch.arange(Window(shape.segment, 1, sinks, kept).places, device=device)
     tables = rotation(places, shape.head_dim, problem.query.dtype)
     options: dict[str, Any] = {"local_segments": 1, "sink_tokens": sinks, "rotary": tables}
     if kept:

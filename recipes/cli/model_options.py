@@ -23,7 +23,7 @@ _FOLDER = Path(_INSTALLED.origin).parent if _INSTALLED else Path(__file__).paren
 _OPTIONS, _OF_SCRATCH = (
     runpy.run_path(str(_FOLDER / f"{name}.py")) for name in ("options", "models/scratch/options")
 )
-UPDATE_RULES = _OPTIONS["UPDATE_RULES"]
+UPDATE_RULES, KEEP_SCORES = _OPTIONS["UPDATE_RULES"], _OPTIONS["KEEP_SCORES"]
 MEMORY, SCRATCH = (
     tuple(entry.name for entry in fields(kind))
     for kind in (_OPTIONS["MemoryOptions"], _OF_SCRATCH["ScratchOptions"])

@@ -14,7 +14,8 @@ from hf_infini.layers.memory_layer import memory_layers
 from hf_infini.models.adapter import read_record, restore_adapter
 from hf_infini.models.loading import with_finite_weights
 from hf_infini.models.structure import decoder_of
-from hf_infini.options import key_heads
+from hf_infini.ops.keeping import SCORES
+from hf_infini.options import KEEP_SCORES, key_heads
 from recall import tasks
 from support.markdown import markdown_table
 
@@ -25,9 +26,9 @@ from .perplexity import text_rows
 from .texts import generated_texts
 
 # of the others the model stays as it is
-BOUNDED = ("window", "random", "attention", "learned", "half")
+BOUNDED = ("window", "random", *KEEP_SCORES)
+LEARNED = [name for name, score in SCORES.items() if score.learns]  # by an adapter
 SINKS, WINDOW, SEGMENTS, LONGEST_SEGMENT = 4, 256, 2, 128
-CLOSED = -1000.0  # a gate's logit: its sigmoid is 0
 
 
 def memory_options(way: str, cache: int, window: int = WINDOW, segments: int = SEGMENTS) -> dict:
@@ -37,7 +38,7 @@ def memory_options(way: str, cache: int, window: int = WINDOW, segments: int = S
     kept tokens has so many `segments`, and `window` tokens, at most half of the cache. That of the
     way "window", which has nothing else, has segments of at most [`LONGEST_SEGMENT`].
     """
-    options, room = {"sink_tokens": SINKS, "gate_init": CLOSED}, cache - SINKS
+    options, room = {"sink_tokens": SINKS, "update_rule": "none"}, cache - SINKS
     if way == "window":
         return options | window_of(room, SINKS + 1, LONGEST_SEGMENT)
     length = min(window, cache // 2) // segments
@@ -92,7 +93,7 @@ def bounded(
         )
 
     try:
-        if way in ("learned", "half"):
+        if way in LEARNED:
             try:
                 restore_adapter(model, adapter)
             except (OSError, ValueError) as error:

@@ -13,7 +13,7 @@ from hf_infini.compat.cache_name import CACHE, cache_of
 from hf_infini.layers.memory_layer import gates_of
 from hf_infini.models.adapter import load_adapter, merged
 from hf_infini.models.loading import load_causal_lm, load_tokenizer, with_finite_weights
-from hf_infini.options import context_limit, places_of
+from hf_infini.options import context_limit
 from support.measurement import keep_freed_memory
 from support.stages import check_unchanged
 
@@ -108,7 +108,7 @@ def first_beyond(config) -> int:
 def tokens_held(config) -> int:
     """How many tokens each key/value head holds at most, on average over the layers with a
     memory."""
-    return round(statistics.fmean(places_of(*window) for window in config.windows.values()))
+    return round(statistics.fmean(window.places for window in config.windows.values()))
 
 
 def reads_memory(config, tokens: int) -> bool:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from hf_infini import InfiniState, naive_infini_attention
+from hf_infini.ops.keeping import SCORES
 from hf_infini.ops.positions import rotation
 from hf_infini.ops.rules import RULES
-from hf_infini.options import UPDATE_RULES, places_of
+from hf_infini.options import KEEP_SCORES, UPDATE_RULES, Window
 
 TENSORS = ("query", "key", "value", "log_weight", "learned_score")
 
@@ -40,10 +41,8 @@ class Case:
         tensors += [self.options[name] for name in TENSORS[3:] if name in self.options]
         return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 
-    def window(self) -> tuple[int, int, int, int]:
-        """Segment length, local segments, sinks and kept tokens."""
-        others = (self.options.get(name, 0) for name in ("sink_tokens", "kept_tokens"))
-        return self.segment_length, self.options["local_segments"], *others
+    def window(self) -> Window:
+        return window_with(self.segment_length, self.options)
 
     def call(self, function, leaves=None, cuts=(), state=None):
         """Runs the case in one call, or in one call for each part between `cuts`; returns the
@@ -144,9 +143,10 @@ def keeping_case(seed: int | random.Random, dtype=torch.float64, **fixed) -> Cas
     draw = torch.Generator().manual_seed(seed if isinstance(seed, int) else pick.randrange(1000))
     case = random_case(seed, dtype, **fixed)
     shape, options = case.key.shape[:3], case.options
-    options["keep_score"] = pick.choice(["attention", "learned", "half"])
-    options["kept_tokens"] = pick.choice([1, 2, 3, 5, 8, 40]) + (options["keep_score"] == "half")
-    if options["keep_score"] != "attention":  # some are equal
+    score = SCORES[fixed.get("keep_score", pick.choice(KEEP_SCORES))]
+    options["keep_score"] = score.keep_score
+    options["kept_tokens"] = pick.choice([1, 2, 3, 5, 8, 40]) + score.count - 1
+    if score.learns:  # some are equal
         options["learned_score"] = torch.randint(0, 9, shape, generator=draw).to(dtype)
     if "rotary" in options:
         given = case.segment_length, options, case.key.shape[-1], dtype
@@ -186,16 +186,18 @@ def examples(count: int) -> settings:
     return settings(max_examples=asked or count, derandomize=not asked, **checks)
 
 
+def window_with(segment_length: int, options: dict) -> Window:
+    """Segments of this length, and the other sizes as among these options."""
+    return Window(segment_length, *(options.get(name, 0) for name in Window._fields[1:]))
+
+
 def rotary_of(
     segment_length: int, options: dict, width: int, dtype, theta: float = 20.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary positions for the windows of a case, with wavelengths that small windows tell
     apart."""
-    window = (
-        segment_length,
-        *(options.get(name, 0) for name in ("local_segments", "sink_tokens", "kept_tokens")),
-    )
-    return rotation(torch.arange(places_of(*window)), width, dtype, theta=theta)
+    places = window_with(segment_length, options).places
+    return rotation(torch.arange(places), width, dtype, theta=theta)
 
 
 def random_cuts(seed: int | random.Random, tokens: int) -> list[int]:
@@ -222,14 +224,12 @@ def state_before(case: Case) -> InfiniState:
     )
 
 
-def empty_places(
-    state, segment_length: int, local_segments: int, sink_tokens: int, kept_tokens: int
-) -> torch.Tensor:
+def empty_places(state: InfiniState, window: Window) -> torch.Tensor:
     """`[batch, places]` bool: the places of a state's window for which no token has come yet."""
     seen = state.tokens_seen.unsqueeze(1)
-    places = torch.arange((local_segments + 1) * segment_length)
-    current = (seen // segment_length - local_segments) * segment_length + places
-    sinks = torch.arange(sink_tokens).expand(len(seen), -1)
+    places, length = torch.arange(window.span), window.segment_length
+    current = (seen // length - window.local_segments) * length + places
+    sinks = torch.arange(window.sink_tokens).expand(len(seen), -1)
     kept = (
         torch.zeros_like(sinks[:, :0]) if state.kept_position is None else state.kept_position[:, 0]
     )
@@ -250,7 +250,7 @@ def gradients(case: Case, function, cuts=(), state=None, seed=0) -> tuple:
     draw = torch.Generator().manual_seed(seed)
     total = sum(leaf.sum() * 0 for leaf in wanted)  # every leaf is part of the graph, used or not
     # where a given window's zeros may be left
-    empty = empty_places(final, *case.window())[:, None, :, None]
+    empty = empty_places(final, case.window())[:, None, :, None]
     windows = [window.masked_fill(empty, 0) for window in final.windows()[:3] if window is not None]
     for tensor in (output, final.memory, final.normaliser, *windows):
         total = (

@@ -127,10 +127,7 @@ def in_calls(model, ids, edges, cache=None, **columns) -> torch.Tensor:
 
 def naive_attend(call):
     """Stands in for the fast function inside a model; covers calls without padding or packing."""
-    given = {
-        name: getattr(call.layout, name)
-        for name in ("segment_length", "local_segments", "sink_tokens")
-    }
+    given = call.layout.window._asdict()
     given |= {name: getattr(call.rule, name) for name in ("update_rule", "feature_map")}
     given |= {
         name: getattr(call.softmax, name) for name in ("rotary", "turn", "scaling", "softcap")

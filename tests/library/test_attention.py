@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import hf_infini.ops.attention
+import hf_infini.ops.backends.grid
 import hf_infini.ops.rules.scan
 from benchmarks.contestants import loop
 from cases import (
@@ -38,7 +38,7 @@ each_rule = pytest.mark.parametrize(
     params=[(1, 0, 0), (2**20, 128, 2**20)], ids=["smallest groups", "one group, states in groups"]
 )
 def sizes(request, monkeypatch):
-    monkeypatch.setitem(hf_infini.ops.attention.GROUP_ELEMENTS, "cpu", request.param[0])
+    monkeypatch.setitem(hf_infini.ops.backends.grid.GROUP_ELEMENTS, "cpu", request.param[0])
     monkeypatch.setattr(hf_infini.ops.window, "FEW_QUERIES", request.param[1])
     monkeypatch.setitem(hf_infini.ops.rules.scan.GROUPED_STATE, "cpu", request.param[2])
 

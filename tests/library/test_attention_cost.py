@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import hf_infini.ops.attention
+import hf_infini.ops.backends.grid
 from hf_infini import infini_attention
 
 
@@ -48,7 +48,7 @@ def costs(tokens, length, width=8, documents=1, **options) -> tuple[int, float]:
 def test_backward_is_linear_in_the_length(rule, local_segments, monkeypatch):
     """Slicing inside a loop would write a full-length gradient for each segment, and quadruple at
     twice the length."""
-    monkeypatch.setitem(hf_infini.ops.attention.GROUP_ELEMENTS, "cpu", 2**10)
+    monkeypatch.setitem(hf_infini.ops.backends.grid.GROUP_ELEMENTS, "cpu", 2**10)
     options = {"update_rule": rule, "local_segments": local_segments}
     once, twice = (costs(tokens, 8, **options)[0] for tokens in (1024, 2048))
     assert twice / once < 2.05  # twice the tokens, and a state at the border of one more group

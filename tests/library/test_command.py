@@ -212,9 +212,7 @@ def test_ask_reads_once(folders, run, tmp_path):
 
 
 def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        ready, "WINDOW", {"segment_length": 16, "local_segments": 1, "sink_tokens": 2}
-    )
+    monkeypatch.setattr(ready, "WINDOW", ready.WINDOW | {"segment_length": 16, "sink_tokens": 2})
     monkeypatch.setattr(ready, "KEPT_TOKENS", 24)
     words = [folders["plain"], folders["play.txt"], "--device", "cpu"]
     first = run("ask", *words, "-q", "Who?", "--max-new-tokens", 3)
@@ -257,9 +255,7 @@ def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
 
 
 def test_a_gpt2_reads_texts_longer_than_its_positions(folders, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        ready, "WINDOW", {"segment_length": 16, "local_segments": 1, "sink_tokens": 2}
-    )
+    monkeypatch.setattr(ready, "WINDOW", ready.WINDOW | {"segment_length": 16, "sink_tokens": 2})
     tokenizer = AutoTokenizer.from_pretrained(folders["plain"])
     model = gpt2(vocab_size=400, n_positions=300, pad_token_id=tokenizer.pad_token_id)
     for part in (model, tokenizer):

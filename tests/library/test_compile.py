@@ -23,6 +23,7 @@ from hf_infini.compat.cache_name import CACHE, cache_of
 from hf_infini.models import generation
 from hf_infini.ops.layout.build import segment_layout
 from hf_infini.ops.window import FEW_ROWS, product
+from hf_infini.options import Window
 from models import causal_mha, infini_gpt2, token_ids
 
 # Fused kernels round in float32 in other places, and add in another order.
@@ -188,7 +189,7 @@ def test_padded_masks_compile_for_avx2():
 
     def written(attention_mask, memory_mask):
         return segment_layout(
-            3, 30, 8, 1, attention_mask=attention_mask, memory_mask=memory_mask
+            3, 30, Window(8, 1), attention_mask=attention_mask, memory_mask=memory_mask
         ).written
 
     with torch._inductor.config.patch({"cpp.simdlen": 256}):

@@ -10,6 +10,7 @@ from torch import distributed
 
 from decoders import decoder
 from hf_infini import cache_bytes, patch_model
+from hf_infini.options import KEEP_SCORES
 from hf_infini.tools.parallel import shard_rows
 from models import causal_mha, infini_gpt2
 from ranks import on_ranks
@@ -35,7 +36,7 @@ def model_of(draw: random.Random, dtype: torch.dtype):
         "kept_tokens": draw.choice([0, 0, 5, 12]),
     }
     if options["kept_tokens"]:
-        options["keep_score"] = draw.choice(["attention", "learned", "half"])
+        options["keep_score"] = draw.choice(KEEP_SCORES)
     if rule != "gated_delta":
         options |= draw.choice(
             [{}, {"feature_map": "exp"}, {"feature_map": "exp", "memory_write": "learned"}]
@@ -103,7 +104,7 @@ def differences(seeds: range, dtype: torch.dtype) -> list[tuple[int, str, float]
             for module in model.modules():
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0.0
-        tokens = draw.randint(2 * size, 4 * model.config.window[0] * size)
+        tokens = draw.randint(2 * size, 4 * model.config.segment_length * size)
         batch = rows_of(draw, tokens)
         if draw.random() < 0.3:  # of some layers or states nothing has a gradient, on any rank
             trained = draw.choice(

@@ -17,7 +17,7 @@ from cases import (
     state_before,
 )
 from hf_infini import InfiniCache, infini_attention
-from hf_infini.ops.attention import forced_backend
+from hf_infini.ops.backends import forced_backend
 from hf_infini.options import UPDATE_RULES
 from models import causal_mha, infini_gpt2, token_ids
 

@@ -332,7 +332,7 @@ def test_only_what_the_model_needs_is_copied(name, other, saved):
     assert "cache_cache.py" in modules and len(code) == len(modules)
     others = (
         "tools",
-        "ops_kernels_",
+        "ops_backends_triton",
         "ops_naive",
         "models_patching",
         "models_adapter.py",

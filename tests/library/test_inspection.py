@@ -17,7 +17,8 @@ from hf_infini import (
     save_adapter,
 )
 from hf_infini.models.structure import attention_layers, decoder_of
-from hf_infini.ops.attention import forced_backend
+from hf_infini.ops.backends import forced_backend
+from hf_infini.options import KEEP_SCORES
 from hf_infini.tools.inspection import inspect_attention
 from hf_infini.tools.inspection.heads import DIMENSIONS, KEPT, MEMORY, SINK, WINDOW
 from hf_infini.tools.inspection.run import softmax_parts
@@ -40,7 +41,7 @@ def patched(model_type: str, **options):
 def drawn(seed: int) -> dict:
     """Options of a window of any shape, with kept tokens: in the first as many as there are."""
     draw = random.Random(seed)
-    length, score = draw.randint(2, 11), draw.choice(["attention", "learned", "half"])
+    length, score = draw.randint(2, 11), draw.choice(KEEP_SCORES)
     window = {
         "segment_length": length,
         "local_segments": draw.randint(0, 2),
@@ -210,22 +211,21 @@ def test_scores_are_the_dot_products():
 def naive(call, value, gate, skipped, return_state=False):
     """The reference's output for a call of a layer, with these values and gates."""
     key, rule, softmax, score = call.tokens.key, call.rule, call.softmax, call.tokens.score
-    names = ("segment_length", "local_segments", "sink_tokens", "kept_tokens")
-    window = {name: getattr(call.layout, name) for name in names}
+    window = call.layout.window
     weight = call.tokens.log_weight
-    state = InfiniState.initial(
-        key, value, *window.values(), rule=rule, weighted=weight is not None
-    )
-    options = {
-        name: getattr(rule, name) for name in ("update_rule", "feature_map", "eps", "keep_score")
-    }
+    made = {"weighted": weight is not None, "scores": call.keep_score.count}
+    state = InfiniState.initial(key, value, *window, rule=rule, **made)
+    options = {name: getattr(rule, name) for name in ("update_rule", "feature_map", "eps")}
+    options["keep_score"] = call.keep_score.keep_score
     options |= {name: getattr(softmax, name) for name in ("scaling", "softcap", "rotary", "turn")}
     given = {"state": state, "log_weight": weight, "memory_mask": ~skipped}
     given |= {
-        "learned_score": None if rule.keep_score == "attention" else score[..., -1],
+        "learned_score": score[..., -1] if call.keep_score.learns else None,
         "return_state": return_state,
     }
-    return naive_infini_attention(call.tokens.query, key, value, gate, **window, **options, **given)
+    return naive_infini_attention(
+        call.tokens.query, key, value, gate, **window._asdict(), **options, **given
+    )
 
 
 def assert_kept(layer, state, moment: int) -> None:
@@ -266,7 +266,7 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     found, gate = layer.memory_weights, layer.token_gate.unsqueeze(-1)
     has_memory = (gate > 0).squeeze(-1)
     assert found.shape == (2, heads, TOKENS, TOKENS)
-    assert has_memory[..., -1].all() or call.layout.kept_tokens == TOKENS
+    assert has_memory[..., -1].all() or call.layout.window.kept_tokens == TOKENS
     # sigmoid(80) is 1 in float64
     opened = torch.full((heads,), 80.0).double()
     memory = naive(call, units, opened, skipped)
@@ -299,7 +299,7 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     assert torch.equal(
         layer.weights > 0, torch.isin(fates, torch.tensor([SINK, WINDOW, KEPT])).tril()
     )
-    if not call.layout.kept_tokens:
+    if not call.layout.window.kept_tokens:
         assert KEPT not in fates
         return
     assert_kept(layer, naive(call, call.tokens.value, call.gate, skipped, return_state=True)[1], -1)

@@ -15,12 +15,12 @@ from hf_infini import InfiniCache, cache_bytes, patch_model
 from hf_infini.cache.step_cache import StepCache
 from hf_infini.compat.cache_name import cache_of
 from hf_infini.layers.memory_layer import memory_layers
+from hf_infini.options import KEEP_SCORES
 from models import causal_mha, infini_gpt2, token_ids
 
 WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
 # Logits of size 5 from four layers in float32, summed in another order
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-4}
-SCORES = ("attention", "learned", "half")
 SHARES = {"alike": None, "some": [0.5, 1.7, 0.8], "not in the first": [0, 2, 1]}
 QUICK = ("gpt2", "llama", "gemma2", "smollm3")
 each_type = pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_is_the_plain_model_up_to_sinks_kept_tokens_and_window(model_type):
     assert int(cache.state.memory_tokens[0]) == 48 - 2 - 22 - 8
 
 
-@pytest.mark.parametrize("keep_score", SCORES)
+@pytest.mark.parametrize("keep_score", KEEP_SCORES)
 @pytest.mark.parametrize("rule", ["linear", "gated_delta"])
 @pytest.mark.parametrize("shares", SHARES)
 def test_chunks_and_steps_are_one_pass(keep_score, rule, shares):
@@ -90,7 +90,7 @@ def test_chunks_and_steps_are_one_pass(keep_score, rule, shares):
 
 @pytest.mark.parametrize(
     ("keep_score", "shares"),
-    [*((score, "alike") for score in SCORES), ("half", "not in the first")],
+    [*((score, "alike") for score in KEEP_SCORES), ("half", "not in the first")],
 )
 def test_padded_and_packed_rows_are_rows_of_their_own(keep_score, shares):
     model = scratch(keep_score, kept_shares=SHARES[shares])
@@ -225,7 +225,7 @@ def test_checkpoints_and_adapters_have_the_learned_score(tmp_path, shares):
         assert layer.keep_weight.any() and not layer.keep_weight.requires_grad
 
 
-@pytest.mark.parametrize("keep_score", SCORES)
+@pytest.mark.parametrize("keep_score", KEEP_SCORES)
 def test_gradients_go_through_kept_tokens_with_and_without_checkpoints(keep_score):
     ids, found = token_ids(2, 60), []
     for checkpoints in (False, True):
@@ -258,7 +258,7 @@ def test_the_last_token_has_gradients_of_sinks_kept_tokens_and_window_only():
     ]
 
 
-@pytest.mark.parametrize("keep_score", SCORES)
+@pytest.mark.parametrize("keep_score", KEEP_SCORES)
 def test_bfloat16_reads_about_the_same(keep_score):
     """Near ties may go either way: most logits are those of float32, to bfloat16's rounding through
     three layers."""
@@ -324,7 +324,7 @@ def test_padded_rows_compile():
         ({"kept_tokens": 2.5}, "kept_tokens"),
         ({"keep_score": "half", "kept_tokens": 1}, "give kept_tokens"),
         ({"keep_score": "learned"}, "give kept_tokens"),
-        ({"keep_score": "norm", "kept_tokens": 4}, "keep_score"),
+        ({"keep_score": "size", "kept_tokens": 4}, "keep_score"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options, message):
@@ -337,7 +337,7 @@ def test_a_share_is_rounded_down_as_it_is_written():
     config = patch_model(
         decoder("llama"), **WINDOW, kept_tokens=100, kept_shares=[0.29, 0.57, 0.299, 2]
     ).config
-    assert [window[3] for window in config.windows.values()] == [29, 57, 29, 200]
+    assert [window.kept_tokens for window in config.windows.values()] == [29, 57, 29, 200]
     assert config.places == 2 + 200 + 16
 
 

@@ -24,7 +24,8 @@ from cases import (
 )
 from decoders import decoder
 from hf_infini import backend_of, infini_attention, patch_model
-from hf_infini.ops.attention import attend_grid, forced_backend
+from hf_infini.ops.backends import forced_backend
+from hf_infini.ops.backends.grid import attend_grid
 from models import causal_mha, infini_gpt2, token_ids
 
 pytestmark = pytest.mark.skipif(
@@ -41,7 +42,7 @@ def compared(monkeypatch):
     """Memory that a kernel reads before it is written is NaN. Gives the module by which calls are
     compared with plain torch before they are trusted, and its function, which would double the time
     here."""
-    from hf_infini.ops.kernels import agreement
+    from hf_infini.ops.backends.triton import agreement
 
     own = agreement.disagreement
     monkeypatch.setattr(agreement, "disagreement", lambda call: None)

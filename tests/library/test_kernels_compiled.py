@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cases import plain_case, rotary_of
-from hf_infini.ops import attention
+from hf_infini import infini_attention
+from hf_infini.ops import backends
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
@@ -45,17 +46,17 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_they_fit_on_an_h100(name, monkeypatch):
-    from hf_infini.ops.kernels import attend
+    from hf_infini.ops.backends.triton import attend
     from kernel_builds import built, launches
 
     sizes, dtype, count = CASES[name]
     case = plain_case(batch=1, tokens=1024, segment_length=256, dtype=dtype, **sizes)
     if name.startswith("Llama"):
         case.options["rotary"] = rotary_of(256, case.options, sizes["width"], torch.float32)
-    monkeypatch.setattr(attention, "BACKENDS", {"triton": (lambda call: (True, ""), attend.run)})
+    monkeypatch.setattr(backends, "BACKENDS", {"triton": (lambda call: (True, ""), attend.run)})
 
     def train():
-        output, _ = case.call(attention.infini_attention, case.leaves())
+        output, _ = case.call(infini_attention, case.leaves())
         output.sum().backward()
 
     found = [built(*launch) for launch in launches(train, monkeypatch)]

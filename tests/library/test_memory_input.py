@@ -6,9 +6,11 @@ import torch
 from decoders import decoder
 from hf_infini import naive_infini_attention, patch_model
 from hf_infini.layers.memory_layer import SharedInputs
-from hf_infini.ops.attention import attend_grid, forced_backend
+from hf_infini.ops.backends import forced_backend
+from hf_infini.ops.backends.grid import attend_grid
 from hf_infini.ops.convolution import short_convolution
 from hf_infini.ops.layout.build import segment_layout
+from hf_infini.options import Window
 from models import gpt2, infini_gpt2, token_ids
 
 # Float64 leaves only the rounding of sums in another order; anything else would be a mistake.
@@ -34,7 +36,7 @@ def attended(model, inputs):
     found, attention, base = [], model.transformer.h[0].attn, model.transformer
     tables = base.rotary_tables(model.config.places)
     window = model.config.window
-    infini = SharedInputs({window: segment_layout(*inputs.shape[:2], *window)}, None, tables)
+    infini = SharedInputs({window: segment_layout(*inputs.shape[:2], window)}, None, tables)
     with forced_backend(lambda call: found.append(call.tokens) or attend_grid(call)):
         output, _ = attention(inputs, infini=infini)
     return attention, *found[0][:4], output, tables.get(None)
@@ -50,7 +52,7 @@ def test_the_convolution_is_its_formula_document_by_document(taps):
     inputs = torch.randn(1, 50, 6, generator=draw, dtype=torch.float64)
     weight = torch.randn(taps, 6, generator=draw, dtype=torch.float64)
     positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
-    layout = segment_layout(1, 50, 8, position_ids=positions)
+    layout = segment_layout(1, 50, Window(8), position_ids=positions)
     output, latest = short_convolution(inputs, weight, layout, inputs.new_zeros(1, taps - 1, 6))
     begin = 0
     for length in DOCUMENTS:
@@ -91,7 +93,10 @@ def test_a_token_weighs_what_its_input_says(update_rule, position_encoding):
     inputs = torch.randn(2, 50, 32, dtype=torch.float64)
     attention, query, key, value, log_weight, output, rotary = attended(model, inputs)
     added, _ = short_convolution(
-        inputs, attention.memory_conv, segment_layout(2, 50, 8, 1), inputs.new_zeros(2, 2, 32)
+        inputs,
+        attention.memory_conv,
+        segment_layout(2, 50, Window(8, 1)),
+        inputs.new_zeros(2, 2, 32),
     )
     weights = torch.einsum("btc,hc->bht", inputs + added, attention.memory_write).exp()
     unturned = attention.c_attn(inputs + added)[..., 32:64].unflatten(-1, (4, 8)).transpose(1, 2)

@@ -12,6 +12,7 @@ from hf_infini import InfiniState, naive_infini_attention
 from hf_infini.ops.layout.build import restarts, segment_layout
 from hf_infini.ops.memory import FEATURE_MAPS
 from hf_infini.ops.scores import as_dot_product, scaled_dot_scores
+from hf_infini.options import Window
 
 ONE = torch.ones(1, 1, 1, 1)
 
@@ -39,7 +40,7 @@ def test_the_reference_itself_does_not_depend_on_how_the_input_is_cut(cut):
 
 
 def test_a_layout_moves_to_another_device_once():
-    layout = segment_layout(2, 3, 2, attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]))
+    layout = segment_layout(2, 3, Window(2), attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]))
     moved = layout.to(torch.device("meta"))
     assert layout.to(torch.device("cpu")) is layout and layout.to(torch.device("meta")) is moved
     tensors = {
@@ -52,7 +53,7 @@ def test_a_layout_moves_to_another_device_once():
 
 
 def test_a_mask_of_ones_gives_the_plain_layout():
-    assert segment_layout(2, 7, 3, attention_mask=torch.ones(2, 7)).source is None
+    assert segment_layout(2, 7, Window(3), attention_mask=torch.ones(2, 7)).source is None
 
 
 @pytest.mark.parametrize("position", [6, 7])

@@ -6,10 +6,12 @@ from hypothesis import given
 
 from cases import cut_cases, examples
 from hf_infini.ops.attention import attend
+from hf_infini.ops.keeping import SCORES
 from hf_infini.ops.layout.build import segment_layout
 from hf_infini.ops.rules import memory_rule
 from hf_infini.ops.state import AttentionCall, InfiniState, Projections
 from hf_infini.ops.window import ScoreOptions
+from hf_infini.options import Window
 from models import infini_gpt2, token_ids
 
 
@@ -46,7 +48,8 @@ def with_weights(case, cuts):
     of_tokens = {
         name: options.pop(name, None) for name in ("attention_mask", "position_ids", "memory_mask")
     }
-    window = (case.segment_length, options.pop("local_segments"), options.pop("sink_tokens", 0))
+    window = case.window()
+    options = {name: option for name, option in options.items() if name not in Window._fields}
     of_scores = {name: options.pop(name, None) for name in ("softcap", "rotary", "far_rotary")}
     softmax = ScoreOptions(written_out=True, **of_scores)
     rule = memory_rule(**options)
@@ -56,7 +59,7 @@ def with_weights(case, cuts):
             name: None if tensor is None else tensor[:, begin:end]
             for name, tensor in of_tokens.items()
         }
-        layout = segment_layout(len(case.query), end - begin, *window, state=state, **now)
+        layout = segment_layout(len(case.query), end - begin, window, state=state, **now)
         pieces = Projections(
             *(None if tensor is None else tensor[:, :, begin:end] for tensor in tensors)
         )
@@ -64,7 +67,16 @@ def with_weights(case, cuts):
             weighted = pieces.log_weight is not None
             state = InfiniState.initial(case.key, case.value, *window, rule=rule, weighted=weighted)
         output, state, weight = attend(
-            AttentionCall(pieces, case.gate, layout, rule, softmax, state, return_state=True)
+            AttentionCall(
+                pieces,
+                case.gate,
+                layout,
+                rule,
+                softmax,
+                state,
+                SCORES["attention"],
+                return_state=True,
+            )
         )
         outputs.append(output)
         weights.append(weight)

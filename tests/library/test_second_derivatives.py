@@ -11,7 +11,7 @@ from hypothesis import given
 from torch.autograd import gradgradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import hf_infini.ops.attention
+import hf_infini.ops.backends.grid
 import hf_infini.ops.window
 from cases import assert_same_gradients, cut_cases, examples, keeping_case, plain_case
 from hf_infini import infini_attention, naive_infini_attention
@@ -83,7 +83,7 @@ def gradients_of_gradients(case, function, cuts=()):
 def test_the_whole_equals_the_naive_reference(elements, monkeypatch, cut):
     """Whose every step autograd takes apart by itself: any options, padding, packing, calls cut
     anywhere."""
-    monkeypatch.setitem(hf_infini.ops.attention.GROUP_ELEMENTS, "cpu", elements)
+    monkeypatch.setitem(hf_infini.ops.backends.grid.GROUP_ELEMENTS, "cpu", elements)
     case, cuts = cut
     with sdpa_kernel(SDPBackend.MATH):
         gradients = gradients_of_gradients(case, infini_attention, cuts)

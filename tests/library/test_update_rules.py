@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from threading import Barrier, Thread, current_thread
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import torch
 import hf_infini
 from cases import random_case
 from hf_infini import backend_of, infini_attention, patch_model
-from hf_infini.ops.attention import BACKENDS, forced_backend
+from hf_infini.ops.backends import BACKENDS, forced_backend
+from hf_infini.ops.backends.grid import attend_grid
 from models import gpt2
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +49,19 @@ assert "squashed+conv" in mqar.MIXERS and "infini-squashed" in CONTESTANTS
 """
 
 
+def with_a_choice(options: Path, kind: str, name: str) -> None:
+    """Adds a name to one of the choices of options.py, in place."""
+    text, count = re.subn(
+        rf"^({kind} = Literal\[.*?)(?=,?\s*\]$)",
+        rf'\1, "{name}"',
+        options.read_text("utf-8"),
+        count=1,
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    assert count, f"{options} has no choices {kind}"
+    options.write_text(text, "utf-8")
+
+
 @pytest.mark.slow
 def test_the_rule_of_contributing_is_one_file_and_a_name(tmp_path):
     package = shutil.copytree(Path(hf_infini.__file__).parent, tmp_path / "hf_infini")
@@ -54,10 +69,7 @@ def test_the_rule_of_contributing_is_one_file_and_a_name(tmp_path):
     section = page.partition("## Add an update rule")[2]
     code = re.search("```python\n(.*?)```", section, re.DOTALL)
     (package / "ops" / "rules" / "squashed.py").write_text(code[1])
-    options = (package / "options.py").read_text("utf-8")
-    (package / "options.py").write_text(
-        options.replace('"gated_delta"]', '"gated_delta", "squashed"]', 1)
-    )
+    with_a_choice(package / "options.py", "UpdateRule", "squashed")
     path = [str(tmp_path), str(ROOT / "tests" / "helpers"), str(ROOT / "recipes")]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path / "saved"],
@@ -92,3 +104,44 @@ def test_the_backend_of_a_call_can_be_seen_and_forced():
             pytest.raises(ValueError, match=f"no backend of {', '.join(BACKENDS)}"),
         ):
             infini_attention(*given)
+
+
+def test_a_backend_is_forced_in_one_thread_and_not_in_another():
+    case = random_case(0, segment_length=4)
+    given = (case.query, case.key, case.value, case.gate, case.segment_length)
+    wanted, seen, opened, done = infini_attention(*given), [], Barrier(2), Barrier(2)
+
+    def tool(call):
+        seen.append(current_thread())
+        return attend_grid(call)
+
+    def observe():
+        with forced_backend(tool):
+            opened.wait(30)
+            infini_attention(*given)
+            done.wait(30)
+
+    thread = Thread(target=observe)
+    thread.start()
+    opened.wait(30)
+    assert torch.equal(infini_attention(*given), wanted)
+    with forced_backend("step"), pytest.raises(ValueError, match="step: not one token"):
+        infini_attention(*given)
+    done.wait(30)
+    thread.join()
+    assert seen == [thread]
+
+
+def test_a_backend_is_forced_in_a_compiled_function():
+    case, seen = random_case(0, segment_length=4), []
+    given = (case.query, case.key, case.value, case.gate, case.segment_length)
+
+    def tool(call):
+        seen.append(call)
+        return attend_grid(call)
+
+    compiled = torch.compile(lambda: infini_attention(*given), backend="eager")
+    wanted = compiled()
+    with forced_backend(tool):
+        assert torch.equal(compiled(), wanted)
+    assert torch.equal(compiled(), wanted) and len(seen) == 1

@@ -236,7 +236,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         """What a model would have made for this layer; arguments as of `forward`."""
         batch, tokens = hidden_states.shape[:2]
         layout = segment_layout(
-            batch, tokens, *self.window, position_ids=position_ids, device=hidden_states.device
+            batch, tokens, self.window, position_ids=position_ids, device=hidden_states.device
         )
         return_weights |= self.config._attn_implementation == "eager"
         return SharedInputs(

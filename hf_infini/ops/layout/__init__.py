@@ -1,3 +1,3 @@
 """Which token of a call is in which segment and slot: one interface and its form for a grid of
-segments (base.py), and what makes it once a forward (build.py). The form for one more token for
-every row is in step.py, beside what it is for."""
+segments (base.py), its form for one more token for every row (step.py), and what makes one of them
+once a forward (build.py)."""

@@ -7,7 +7,7 @@ The *grid* of a row is its list of segments in order, each with `slots` places. 
 slots of a segment from the first on, so a causal mask inside the segment is all that padding needs.
 A call that continues a state begins its grid with the segments of the window. Where rows agree and
 hold one document each, tokens come there by a reshape; otherwise by a gather. One more token for
-every row needs no grid: [`StepLayout`] in ops/step.py.
+every row needs no grid: [`StepLayout`] in step.py.
 """
 
 import functools
@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...options import places_of
-
-WINDOW_SIZES = ("segment_length", "local_segments", "sink_tokens", "kept_tokens")
+from ...options import Window
 
 
 def gather(rows: Tensor, index: Tensor) -> Tensor:
@@ -49,10 +47,7 @@ def pad(tensor: Tensor, widths: Sequence[int]) -> Tensor:
 class Layout:
     """What is known of every call."""
 
-    segment_length: int  # L
-    local_segments: int  # w
-    sink_tokens: int = 0  # S
-    kept_tokens: int = 0  # K
+    window: Window  # the same for all rows
     positions: Tensor  # `[batch or 1, tokens]`, number of each token within its document
     # `[batch]` after this call, as in [`InfiniState`]
     tokens_seen: Tensor
@@ -62,19 +57,6 @@ class Layout:
     # `[batch, tokens]` bool, which tokens begin a document; `None`: none
     restart: Tensor | None = None
     next_skipped: Tensor | None = None  # `local_skipped` of the next state
-
-    @property
-    def window_sizes(self) -> tuple[int, int, int, int]:
-        return self.segment_length, self.local_segments, self.sink_tokens, self.kept_tokens
-
-    @property
-    def places(self) -> int:
-        return places_of(*self.window_sizes)
-
-    @property
-    def ahead(self) -> int:
-        """Places before those of the segments."""
-        return self.sink_tokens + self.kept_tokens
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Layout":
         """The layout on another device: accelerate asks for it where a model's layers are on
@@ -119,7 +101,7 @@ class GridLayout(Layout):
     # segment sees, `[batch or 1, segments or 1, S]`, and the next state's window, `[batch,
     # places]`; −1: none
     sink_rows: Any = None
-    window: Any = None
+    window_rows: Any = None
     # `[batch, segments, slots]` bool, which tokens never reach the memory; `None`: all do
     skipped: Tensor | None = None
     # `[batch or 1, segments, slots]` bool, which slots of the delayed grid leave the window
@@ -155,7 +137,7 @@ class GridLayout(Layout):
     def next_window(self, new: Tensor, window: Tensor) -> Tensor:
         """The next state's window, but for what is kept, of the call's tokens and the window,
         `[batch, heads, …, dim]`."""
-        return self._rows(new, window, self.window).transpose(1, 2).contiguous()
+        return self._rows(new, window, self.window_rows).transpose(1, 2).contiguous()
 
     def sinks(self, new: Tensor, window: Tensor) -> Tensor:
         """The sinks that segments see, `[batch, segments or 1, S, heads, dim]`; arguments as of
@@ -177,17 +159,24 @@ class GridLayout(Layout):
         """Whether all slots are `written`, which saves a pass over the keys: whole segments of
         plain rows."""
         plain = (
-            self.source is None and self.skipped is None and not (self.local_segments or self.ahead)
+            self.source is None
+            and self.skipped is None
+            and not (self.window.local_segments or self.window.ahead)
         )
-        return plain and self.carried + self.tokens == self.segments * self.segment_length
+        return plain and self.carried + self.tokens == self.segments * self.window.segment_length
 
     def windows(self, new: Tensor, window: Tensor) -> Tensor:
         """What the queries of each segment see, but for what is kept, `[batch, segments, heads, S +
         (w + 1) · slots, dim]`: sinks, then the segments of the window, the oldest first. Arguments
         as of `next_window`."""
-        grid = pad(self.to_grid(new, window), (0,) * 6 + (self.local_segments, 0)).transpose(2, 3)
-        parts = [grid[:, shift : shift + self.segments] for shift in range(self.local_segments + 1)]
-        if self.sink_tokens:
+        grid = pad(self.to_grid(new, window), (0,) * 6 + (self.window.local_segments, 0)).transpose(
+            2, 3
+        )
+        parts = [
+            grid[:, shift : shift + self.segments]
+            for shift in range(self.window.local_segments + 1)
+        ]
+        if self.window.sink_tokens:
             parts.insert(
                 0, self.sinks(new, window).expand(-1, self.segments, -1, -1, -1).transpose(2, 3)
             )
@@ -196,55 +185,69 @@ class GridLayout(Layout):
     @property
     def query_places(self) -> slice:
         """Where a segment's slots are in the window of its queries."""
-        begin = self.ahead + self.local_segments * self.segment_length
+        begin = self.window.ahead + self.window.local_segments * self.window.segment_length
         return slice(begin, begin + self.slots)
 
     def key_places(self, kept: int = 0) -> Tensor:
         """The places of a window's sinks, of so many kept tokens, and of the slots of each of its
         segments."""
-        places = torch.arange(self.places, device=self.tokens_seen.device)
-        segments = places[self.ahead :].unflatten(0, (-1, self.segment_length))[:, : self.slots]
+        places = torch.arange(self.window.places, device=self.tokens_seen.device)
+        segments = places[self.window.ahead :].unflatten(0, (-1, self.window.segment_length))[
+            :, : self.slots
+        ]
         return torch.cat(
-            [places[: self.sink_tokens], places[self.ahead - kept : self.ahead], segments.flatten()]
+            [
+                places[: self.window.sink_tokens],
+                places[self.window.ahead - kept : self.window.ahead],
+                segments.flatten(),
+            ]
         )
 
     def first_numbers(self, begin: int, end: int) -> Tensor:
         """`[batch or 1, s, 1, 1, 1]`: the numbers, in their documents, of the first tokens of the
         segments `begin … end`."""
         segments = torch.arange(begin, end, device=self.document.device)
-        numbers = (segments - self.document[:, begin:end]) * self.segment_length
+        numbers = (segments - self.document[:, begin:end]) * self.window.segment_length
         return numbers[..., None, None, None]
 
     def window_mask(self, begin: int, end: int) -> Tensor | None:
         """`[batch or 1, s, 1, C, W]` bool, which slots of its window (sinks first) each query of
         these segments sees, without kept tokens; `None`: a full one up to its own slot."""
-        if not (self.local_segments or self.ahead):
+        if not (self.window.local_segments or self.window.ahead):
             return None
         segments = torch.arange(begin, end, device=self.tokens_seen.device)
         numbers = (segments - self.document[:, begin:end])[..., None, None]  # within the document
-        places = torch.arange((self.local_segments + 1) * self.slots, device=numbers.device)
+        places = torch.arange((self.window.local_segments + 1) * self.slots, device=numbers.device)
         # Whether the document has a segment so many before its own
-        begun = numbers >= self.local_segments - places // self.slots
-        mask = begun & (places <= places[self.local_segments * self.slots :, None])
-        left = numbers > self.local_segments  # the document's first segment has left the window
-        return torch.cat([left.expand(*mask.shape[:-1], self.sink_tokens), mask], -1).unsqueeze(2)
+        begun = numbers >= self.window.local_segments - places // self.slots
+        mask = begun & (places <= places[self.window.local_segments * self.slots :, None])
+        left = (
+            numbers > self.window.local_segments
+        )  # the document's first segment has left the window
+        return torch.cat(
+            [left.expand(*mask.shape[:-1], self.window.sink_tokens), mask], -1
+        ).unsqueeze(2)
 
     def delay(self, grid: Tensor) -> Tensor:
         """The grid as the memory takes it in: `w` segments later."""
-        widths = (0, 0) * (grid.dim() - 2) + (self.local_segments, 0)
-        return pad(grid, widths)[:, : self.segments] if self.local_segments else grid
+        widths = (0, 0) * (grid.dim() - 2) + (self.window.local_segments, 0)
+        return pad(grid, widths)[:, : self.segments] if self.window.local_segments else grid
 
     def delayed_numbers(self, begin: int, end: int) -> Tensor:
         """`[batch or 1, segments, slots]`: the tokens' numbers in their document, in the delayed
         segments `begin … end`; those of documents that have ended mean nothing."""
-        segments = torch.arange(begin, end, device=self.tokens_seen.device) - self.local_segments
+        segments = (
+            torch.arange(begin, end, device=self.tokens_seen.device) - self.window.local_segments
+        )
         slots = torch.arange(self.slots, device=segments.device)
-        return (segments - self.document[:, begin:end]).unsqueeze(-1) * self.segment_length + slots
+        return (segments - self.document[:, begin:end]).unsqueeze(
+            -1
+        ) * self.window.segment_length + slots
 
     def documents(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Where the documents begin of what the delayed segments `begin … end` write, `[batch or 1,
         s]`, and of those that read, and of what comes after, `[batch or 1, s + 1]`."""
-        places = torch.arange(begin, end, device=self.document.device) - self.local_segments
+        places = torch.arange(begin, end, device=self.document.device) - self.window.local_segments
         return self.document[:, places.clamp(min=0)], self.document[:, begin : end + 1]
 
     def continues(self, begin: int, end: int) -> Tensor | None:

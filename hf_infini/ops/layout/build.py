@@ -12,19 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...options import Window
 from ..checks import bool_mask, check_shapes, check_window
 from ..state import InfiniState
-from ..step import StepLayout, step_layout
-from .base import WINDOW_SIZES, GridLayout, last_position, pad
+from .base import GridLayout, last_position, pad
+from .step import StepLayout, step_layout
 
 
 def segment_layout(
     batch: int,
     tokens: int,
-    segment_length: int,
-    local_segments: int = 0,
-    sink_tokens: int = 0,
-    kept_tokens: int = 0,
+    window: Window,
     *,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -38,8 +36,6 @@ def segment_layout(
     [`infini_attention`], positions perhaps `[1, tokens]`, and of [`step_layout`]. ValueError for
     masks or positions of another shape, a mask with other values than 0 and 1 (in a graph a
     RuntimeError), and as many sinks as a segment has tokens."""
-    window = (segment_length, local_segments, sink_tokens, kept_tokens)
-    sizes: dict[str, Any] = dict(zip(WINDOW_SIZES, window, strict=True))
     graph = torch.compiler.is_compiling()
     if graph and (position_ids is not None or (state is not None and tokens > 1)):
         masks = {
@@ -47,8 +43,8 @@ def segment_layout(
             "position_ids": position_ids,
             "memory_mask": memory_mask,
         }
-        return _layout_outside_graph(batch, tokens, *window, **masks, state=state, device=device)
-    check_window(*window)
+        return _layout_outside_graph(batch, tokens, window, **masks, state=state, device=device)
+    check_window(window)
     check_shapes(batch, tokens, attention_mask, memory_mask, position_ids)
     real = bool_mask("attention_mask", attention_mask, not graph)
     memory_mask, restart = bool_mask("memory_mask", memory_mask, not graph), None
@@ -67,7 +63,7 @@ def segment_layout(
         restart = None if restart is None else ~restart
     if tokens == 1 and state is not None and restart is None:
         return step_layout(
-            batch, sizes, real, position_ids, memory_mask, state, not graph, completes_segments
+            batch, window, real, position_ids, memory_mask, state, not graph, completes_segments
         )
     seen = [0] if state is None else state.tokens_seen.tolist()
     if real is None and restart is None and len({*seen}) == 1:
@@ -84,7 +80,9 @@ def segment_layout(
     before = torch.full_like(form["tokens_seen"], -1) if state is None else state.last_position
     last = last_position(tokens, real, position_ids, before)
     layout = _with_rows(
-        GridLayout(**sizes, **form, batch=batch, tokens=tokens, begun=any(seen), last_position=last)
+        GridLayout(
+            window=window, **form, batch=batch, tokens=tokens, begun=any(seen), last_position=last
+        )
     )
     return _with_memory(layout, memory_mask, state, reads)
 
@@ -99,13 +97,13 @@ _layout_outside_graph = torch.compiler.disable(
 def _plain_form(
     batch: int,
     tokens: int,
-    window: tuple[int, int, int, int],
+    window: Window,
     seen: int,
     device: torch.device | None,
 ) -> dict[str, Any]:
     """Fields of a [`GridLayout`] of one document in every row, without padding; `seen`: its tokens
     before this call."""
-    length, local, *ahead = window
+    length, local = window.segment_length, window.local_segments
     base = min(local, seen // length)  # grid segment that the next token falls into
     carried = base * length + seen % length
     total = carried + tokens
@@ -114,7 +112,7 @@ def _plain_form(
         "segments": segments,
         "slots": length if total >= length else total,
         "carried": carried,
-        "carried_to": sum(ahead) + (local - base) * length + carried if seen else 0,
+        "carried_to": window.ahead + (local - base) * length + carried if seen else 0,
         "document": torch.full((1, segments + 1), base - seen // length, device=device),
         "positions": torch.arange(seen, seen + tokens, device=device).unsqueeze(0),
         "tokens_seen": torch.full((batch,), seen + tokens, device=device),
@@ -122,11 +120,12 @@ def _plain_form(
 
 
 def _indexed_form(
-    window: tuple[int, int, int, int], real: Tensor, restart: Tensor, seen: Tensor, begun: bool
+    window: Window, real: Tensor, restart: Tensor, seen: Tensor, begun: bool
 ) -> dict[str, Any]:
     """Fields of a [`GridLayout`] of any rows; `seen`: `[batch]`, tokens of the document before;
     begun: whether any is."""
-    (length, local, *ahead), (batch, tokens), device = window, real.shape, real.device
+    length, local = window.segment_length, window.local_segments
+    (batch, tokens), device = real.shape, real.device
     # Tokens of the window in the grid, and the grid segment that the next token of a continued
     # document falls into
     carried, base = ((local + 1) * length, local) if begun else (0, 0)
@@ -166,7 +165,7 @@ def _indexed_form(
         "segments": segments,
         "slots": slots,
         "carried": carried,
-        "carried_to": sum(ahead) + carried if begun else 0,
+        "carried_to": window.ahead + carried if begun else 0,
         "document": marks[:, :-1].cummax(1).values,
         "packed": packed,
         "source": source,
@@ -179,8 +178,8 @@ def _indexed_form(
 
 
 def _with_rows(layout: GridLayout) -> GridLayout:
-    """The layout with [`GridLayout.sink_rows`] and [`GridLayout.window`], of its other fields."""
-    length, local, sinks, kept = layout.window_sizes
+    """The layout with [`GridLayout.sink_rows`] and [`GridLayout.window_rows`]."""
+    length, local, sinks, kept = layout.window
     source, places = (
         layout.source,
         torch.arange(max(sinks, (local + 1) * length), device=layout.document.device),
@@ -204,12 +203,12 @@ def _with_rows(layout: GridLayout) -> GridLayout:
     sink_rows = torch.where(known, places[:sinks], torch.where(row < 0, -1, row + before))
     last, ended = layout.document[:, -1:], layout.tokens_seen[: len(document)].unsqueeze(1)
     row = rows_of(last, (ended // length - local) * length + places[: (local + 1) * length])
-    window = F.pad(torch.where(row < 0, -1, row + before), (kept, 0), value=-1)
-    window = torch.cat([sink_rows[:, -1], window], 1).expand(layout.batch, -1)
+    rows = F.pad(torch.where(row < 0, -1, row + before), (kept, 0), value=-1)
+    rows = torch.cat([sink_rows[:, -1], rows], 1).expand(layout.batch, -1)
     return replace(
         layout,
         sink_rows=sink_rows[:, :-1] if layout.source is not None else sink_rows,
-        window=window,
+        window_rows=rows,
     )
 
 
@@ -221,7 +220,7 @@ def _with_memory(
     batch, device, skipped, next_skipped = layout.batch, layout.tokens_seen.device, None, None
     window, written = None if state is None else state.local_skipped, _leaving(layout)
     if memory_mask is not None or window is not None:
-        shape = (batch, layout.tokens if memory_mask is None else layout.places)
+        shape = (batch, layout.tokens if memory_mask is None else layout.window.places)
         nothing = torch.zeros(shape, dtype=torch.bool, device=device)
         new, window = (
             nothing if memory_mask is None else ~memory_mask,
@@ -240,12 +239,12 @@ def _with_memory(
     )
     total = pad(written.sum(-1), (1, 0)).cumsum(1)
     # the delayed segment that takes in a document's first
-    first = (layout.document + layout.local_segments).clamp(min=0)
+    first = (layout.document + layout.window.local_segments).clamp(min=0)
     first = first.minimum(torch.arange(layout.segments + 1, device=device))
     continued = layout.document == layout.document[:, :1]
     left = total - total.gather(1, first) + continued * before.unsqueeze(1)
-    after = (left[:, -1] - layout.kept_tokens).clamp(min=0)
-    most_kept = layout.kept_tokens
+    after = (left[:, -1] - layout.window.kept_tokens).clamp(min=0)
+    most_kept = layout.window.kept_tokens
     if most_kept and reads:  # short rows do not attend to empty places
         most_kept = min(most_kept, int(left[:, :-1].max()))
     found = {
@@ -262,14 +261,18 @@ def _leaving(layout: GridLayout) -> Tensor:
     """[`GridLayout.written`], with skipped tokens."""
     document, last = layout.document[:, :-1], layout.document[:, -1:]
     # Grid index of the next token's segment
-    current = layout.tokens_seen[: len(document)].unsqueeze(1) // layout.segment_length + last
+    current = (
+        layout.tokens_seen[: len(document)].unsqueeze(1) // layout.window.segment_length + last
+    )
     segments = torch.arange(layout.segments, device=last.device)
-    complete = (document != last) | (segments < current - layout.local_segments)
+    complete = (document != last) | (segments < current - layout.window.local_segments)
     filled = complete.unsqueeze(-1).expand(-1, -1, layout.slots)
     if layout.source is not None:
         filled = filled & (layout.source >= 0).unflatten(1, filled.shape[1:])
     # Of a document that has ended, nobody reads what is left: numbers below 0
-    return layout.delay(filled) & (layout.delayed_numbers(0, layout.segments) >= layout.sink_tokens)
+    return layout.delay(filled) & (
+        layout.delayed_numbers(0, layout.segments) >= layout.window.sink_tokens
+    )
 
 
 def restarts(position_ids: Tensor, real: Tensor | None, state: InfiniState | None) -> Tensor:

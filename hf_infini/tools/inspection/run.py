@@ -25,7 +25,8 @@ from ...compat.execution_device import device_of
 from ...layers.memory_layer import in_evaluation
 from ...models.scratch.attention import CausalMultiHeadAttention
 from ...models.structure import attention_layers, decoder_of
-from ...ops.attention import attend_grid, forced_backend
+from ...ops.backends import forced_backend
+from ...ops.backends.grid import attend_grid
 from ...ops.checks import Model, check_types
 from ...ops.layout.base import GridLayout
 from ...ops.memory import MemoryRule
@@ -200,7 +201,7 @@ def _memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     widened: Any = (None if part is None else _widen(part) for part in call.tokens)
     call = call._replace(tokens=Projections(*widened))
     if not call.rule.holds:  # as with a memory that nobody reads
-        rule, heads = MemoryRule(keep_score=call.rule.keep_score), call.tokens.query.shape[1]
+        rule, heads = MemoryRule(), call.tokens.query.shape[1]
         closed = call.tokens.query.new_full((heads,), -torch.inf)
         call = call._replace(rule=rule, gate=closed)
     gate = _widen(call.gate)
@@ -246,8 +247,9 @@ def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor
             held.append(memory)
             return super().read(features, memory, normaliser)
 
-    made = {"rule": call.rule, "weighted": tokens.log_weight is not None}
-    state = InfiniState.initial(tokens.key, tokens.value, *call.layout.window_sizes, **made)
+    made: dict[str, Any] = {"rule": call.rule, "weighted": tokens.log_weight is not None}
+    made["scores"] = call.keep_score.count
+    state = InfiniState.initial(tokens.key, tokens.value, *call.layout.window, **made)
     call = call._replace(
         tokens=tokens, gate=gate, state=state, rule=Watched(**vars(call.rule)), return_state=True
     )
@@ -278,7 +280,7 @@ def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
     S + 1, T]` bool."""
     moments = torch.arange(layout.segments + 1, device=segments.device)
     latest = moments.minimum(
-        layout.document[:, -1:] + layout.tokens_seen.unsqueeze(1) // layout.segment_length
+        layout.document[:, -1:] + layout.tokens_seen.unsqueeze(1) // layout.window.segment_length
     )
     ago = latest.unsqueeze(2) - segments.unsqueeze(1)  # [B, S + 1, T], in segments
     document = layout.document.expand(len(segments), -1)
@@ -288,8 +290,8 @@ def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
         skipped = layout.from_grid(layout.skipped[..., None, None])[..., 0].unsqueeze(1)
         left = torch.where(skipped, NONE, left)
     fates = torch.where(taken_in, MEMORY, left)
-    fates = torch.where((ago <= layout.local_segments).unsqueeze(1), WINDOW, fates)
-    fates = torch.where((layout.positions < layout.sink_tokens)[:, None, None], SINK, fates)
+    fates = torch.where((ago <= layout.window.local_segments).unsqueeze(1), WINDOW, fates)
+    fates = torch.where((layout.positions < layout.window.sink_tokens)[:, None, None], SINK, fates)
     return torch.where(here.unsqueeze(1), fates, NONE).to(torch.int8)
 
 

@@ -1,9 +1,5 @@
-"""One more token for every row, the step that `generate` repeats: its layout and equations 2 to 5
-on the window itself.
-
-A row whose segment is full writes the oldest segment of its window into the memory, and moves the
-window one segment on.
-"""
+"""The layout of one more token for every row, the step that `generate` repeats, and what leaves the
+window of the rows that complete a segment with it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -11,13 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from .kept import Kept, keep_best
-from .layout.base import Layout, last_position, pad
-from .memory import KEEP_SCORES, MemoryRule
-from .state import COUNTS, OF_LAYER, Attended, AttentionCall, InfiniState
-from .window import are_few, masked_scores, product, softmax_weights
+from ...options import Window
+from ..state import COUNTS, InfiniState
+from .base import Layout, last_position, pad
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +26,19 @@ class SegmentBorder(Layout):
 
     def oldest(self, window: Tensor) -> Tensor:
         """The oldest segment of the window, `[batch, heads, L, dim]`."""
-        return window[:, :, self.ahead : self.ahead + self.segment_length]
+        return window[:, :, self.window.ahead : self.window.ahead + self.window.segment_length]
 
     def shift(self, window: Tensor) -> Tensor:
         """The window without its oldest segment, the others moved one segment on."""
         segments = pad(
-            window[:, :, self.ahead + self.segment_length :], (0, 0, 0, self.segment_length)
+            window[:, :, self.window.ahead + self.window.segment_length :],
+            (0, 0, 0, self.window.segment_length),
         )
-        return torch.cat([window[:, :, : self.ahead], segments], 2) if self.ahead else segments
+        return (
+            torch.cat([window[:, :, : self.window.ahead], segments], 2)
+            if self.window.ahead
+            else segments
+        )
 
     def in_complete_rows(
         self, function: Callable[..., tuple[Tensor, ...]], *old: Tensor
@@ -62,16 +60,15 @@ class SegmentBorder(Layout):
 
 def segment_border(
     state: InfiniState,
-    sizes: dict[str, Any],
+    window: Window,
     completing: Tensor | None,
     complete_rows: Tensor | None,
 ) -> SegmentBorder:
     """The border of the rows that complete a segment with the last token of any layer's state, and
-    the counts behind it. `sizes`: of the window, by their names in [`Layout`]; the others as in
-    [`SegmentBorder`]."""
-    length, local, sinks, kept_tokens = sizes.values()
+    the counts behind it; the other arguments as in [`SegmentBorder`]."""
+    length, local, sinks, kept_tokens = window
     last, skipped = state.tokens_seen.unsqueeze(1) - 1, state.local_skipped
-    given: dict[str, Any] = sizes | {name: getattr(state, name) for name in COUNTS}
+    given: dict[str, Any] = {"window": window} | {name: getattr(state, name) for name in COUNTS}
     given |= {
         "positions": last,
         "next_skipped": skipped,
@@ -86,10 +83,10 @@ def segment_border(
         border, oldest_numbers=numbers, taken_in=completing.unsqueeze(1) & (numbers >= sinks)
     )
     if skipped is not None:
-        window = skipped[:, None, :, None]
-        border = replace(border, taken_in=border.taken_in & ~border.oldest(window)[:, 0, :, 0])
-        (window,) = border.in_complete_rows(lambda *given: (border.shift(given[-1]),), window)
-        skipped = window[:, 0, :, 0]
+        skipped = skipped[:, None, :, None]
+        border = replace(border, taken_in=border.taken_in & ~border.oldest(skipped)[:, 0, :, 0])
+        (skipped,) = border.in_complete_rows(lambda *given: (border.shift(given[-1]),), skipped)
+        skipped = skipped[:, 0, :, 0]
     left = state.tokens_left() + border.taken_in.sum(1)
     return replace(border, memory_tokens=(left - kept_tokens).clamp(min=0), next_skipped=skipped)
 
@@ -114,7 +111,7 @@ class StepLayout(SegmentBorder):
     def first_number(self) -> Tensor:
         """`[batch, 1, 1, 1]`, the number in its document of the first token of the row's
         segment."""
-        return (self.positions - self.positions % self.segment_length)[..., None, None]
+        return (self.positions - self.positions % self.window.segment_length)[..., None, None]
 
     def put(self, window: Tensor, new: Tensor, in_place: bool = False) -> Tensor:
         """The window with the new tokens `[batch, heads, 1, dim]` in their slots; `in_place`: if it
@@ -140,7 +137,7 @@ class StepLayout(SegmentBorder):
 
 def step_layout(
     batch: int,
-    sizes: dict[str, Any],
+    window: Window,
     real: Tensor | None,
     position_ids: Tensor | None,
     memory_mask: Tensor | None,
@@ -148,23 +145,23 @@ def step_layout(
     read_back: bool,
     completes_segments: bool = True,
 ) -> StepLayout:
-    """The layout of one more token for every row's document, with masks as bool. `sizes`: as of
-    [`segment_border`]; `read_back`: whether values may be read back from the device; not
-    `completes_segments`: the call leaves the border of a segment to whoever calls, and no row lacks
-    a sink."""
-    length, local, sinks, kept_tokens = sizes.values()
+    """The layout of one more token for every row's document, with masks as bool, as of
+    [`segment_layout`]; `real`: the attention mask. `read_back`: whether values may be read back
+    from the device; not `completes_segments`: the call leaves the border of a segment to whoever
+    calls, and no row lacks a sink."""
+    length, local, sinks, kept_tokens = window
     seen, left, skipped, ahead = (
         state.tokens_seen,
         state.tokens_left(),
         state.local_skipped,
-        sinks + kept_tokens,
+        window.ahead,
     )
     after = seen + (1 if real is None else real[:, 0].long())
     slot, empty = ahead + local * length + seen % length, (kept_tokens - left).clamp(min=0)
     waiting = (local - seen // length).clamp(min=0)  # segments of the window that have not begun
     completing = (after > seen) & (after % length == 0)
     complete_rows, has_gap, has_new_sinks = None, kept_tokens > 0, sinks > 0 and completes_segments
-    stop = ahead + (local + 1) * length
+    stop = window.places
     if read_back:
         stop, gap, fewest, complete = torch.stack(
             [slot.amax() + 1, empty.amax(), seen.amin(), completing.sum()]
@@ -194,12 +191,14 @@ def step_layout(
             torch.zeros_like(rows, dtype=torch.bool) if memory_mask is None else ~memory_mask[:, 0]
         )
         new = new if real is None else new & real[:, 0]
-        skipped = new.new_zeros(batch, ahead + (local + 1) * length) if skipped is None else skipped
+        skipped = new.new_zeros(batch, window.places) if skipped is None else skipped
         skipped = skipped.index_put((rows, slot), new)
         skipped = skipped if sink is None else skipped.index_put((rows, sink), new)
     last = last_position(1, real, position_ids, state.last_position)
     state = state.having(tokens_seen=after, last_position=last, local_skipped=skipped)
-    border = segment_border(state, sizes, completing if completes_segments else None, complete_rows)
+    border = segment_border(
+        state, window, completing if completes_segments else None, complete_rows
+    )
     given: dict[str, Any] = {field.name: getattr(border, field.name) for field in fields(border)}
     given |= {
         "positions": seen.unsqueeze(1),
@@ -211,105 +210,3 @@ def step_layout(
     }
     given |= {"visible": visible[:, None, None], "unkept": unkept, "turned": turned}
     return StepLayout(**given, filled=(left > kept_tokens)[:, None, None, None, None])
-
-
-def attend_step(call: AttentionCall) -> Attended:
-    """[`attend`] for one token per row, which returns the weights wherever they are written out."""
-    tokens, gate, layout, rule, softmax, state, _, in_place = call
-    own_scores = state.local_score
-
-    def put(window: Tensor, new: Tensor) -> Tensor:
-        # Scores add up. Where the call fails in a later layer they must be as they were, for a
-        # second one: keys and values are written into the same slot again
-        alone = window is own_scores and not torch.compiler.is_compiling()
-        return layout.put(window, new, in_place and not alone)
-
-    state = state.map_windows(put, tokens)
-    keys, values, *_ = state.windows()
-
-    query = softmax.compared(tokens.query, layout.slot.unsqueeze(1), layout.first_number)
-    seen_keys, seen_values = (
-        softmax.compared(keys[:, :, layout.seen], layout.turned, layout.first_number),
-        values[:, :, layout.seen],
-    )
-    # The heads of a group as queries of one head: all see the same, and no kernel has to repeat the
-    # keys
-    grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])
-    if state.local_score is not None:
-        scores = state.local_score.detach()  # which `put` has allowed to write into
-        if layout.sink is not None:
-            scores[:, :, : layout.sink_tokens].zero_()  # they need none
-        if "attention" in KEEP_SCORES[rule.keep_score]:
-            # `[B, K, places seen]`, of the mean over a group's heads and without kept tokens;
-            # scores: `[B, K, places, R]`
-            received = masked_scores(grouped.detach(), seen_keys.detach(), layout.unkept, softmax)
-            received = received.softmax(-1, dtype=scores.dtype).mean(2)
-            received = received if layout.real is None else received * layout.real.unsqueeze(2)
-            scores[:, :, layout.ahead : layout.seen.stop, 0] += received[:, :, layout.ahead :]
-        state = state.having(local_score=scores)
-    weights = None
-    if softmax.written_out or softmax.softcap or are_few(grouped):
-        weights = softmax_weights(grouped, seen_keys, layout.visible, softmax, values.dtype)
-        if layout.real is not None:
-            weights = weights.masked_fill(~layout.real[:, :, None, None], 0)
-        output = product(weights, seen_values).to(values.dtype)
-        weights = F.pad(weights, (0, layout.places - layout.seen.stop)).reshape(
-            *query.shape[:3], -1
-        )
-    else:
-        options = {"dropout_p": softmax.dropout, "scale": softmax.scaling}
-        output = F.scaled_dot_product_attention(
-            grouped, seen_keys, seen_values, layout.visible, **options
-        )
-    output = output.reshape(*query.shape[:3], -1)
-
-    with torch.autocast(keys.device.type, enabled=False):
-        if rule.holds:
-            held = state.memory.unsqueeze(1), state.normaliser.unsqueeze(1)
-            local, query = output.unsqueeze(1), tokens.query.unsqueeze(1)
-            output = rule.mix(local, query, held, gate, layout.filled).squeeze(1)
-        state = with_segments_complete(rule, state, layout)
-    if layout.real is not None:
-        output = output.masked_fill(~layout.real[:, :, None, None], 0)
-    return output, state.after(layout), weights
-
-
-def with_segments_complete(
-    rule: MemoryRule, state: InfiniState, border: SegmentBorder
-) -> InfiniState:
-    """The state whose rows that complete a segment have written the oldest one of their window; its
-    counts stay."""
-    if border.completing is None:
-        return state
-
-    def complete(taken_in, numbers, *parts):
-        rows, kept = state.having(**dict(zip(old, parts, strict=True))), None
-        oldest: Any = (
-            None if window is None else border.oldest(window).unsqueeze(1)
-            for window in rows.windows()
-        )
-        keys, values, log_weights, scores = oldest  # [B, 1, K, L, dim]
-        mask, dtype = taken_in[:, None, None, :], rows.memory.dtype
-        if border.kept_tokens:
-            number = numbers[:, None, None, :, None].expand_as(scores[..., :1])
-            leaving, before = (
-                Kept(keys, values, log_weights, scores, number),
-                Kept.of_state(rows, border),
-            )
-            _, kept, evicted = keep_best(before, leaving, taken_in.unsqueeze(1), rule, border)
-            if evicted is not None:
-                keys, values, log_weights, _, number = evicted
-                mask = number[..., 0] >= 0
-        memory = rows.memory, rows.normaliser
-        if rule.holds:
-            mask = mask.unsqueeze(-1)
-            written = rule.written(keys.to(dtype), values.to(dtype), log_weights, mask)
-            _, memory = rule.states(written, *memory)
-        rows = rows.map_windows(border.shift).having(memory=memory[0], normaliser=memory[1])
-        rows = rows if kept is None else kept.into(rows, border)
-        return tuple(getattr(rows, name) for name in old)
-
-    old = state.tensors(OF_LAYER)
-    return state.having(
-        **dict(zip(old, border.in_complete_rows(complete, *old.values()), strict=True))
-    )

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..attention import attend_grid, prepared
-from ..layout.build import segment_layout
-from ..state import AttentionCall, InfiniState, Projections
+from ....options import Window
+from ...keeping import SCORES
+from ...layout.build import segment_layout
+from ...state import AttentionCall, InfiniState, Projections
+from ..grid import attend_grid
 from .attend import run
 
 # Of the largest number: rounding to the dtype (plain torch in bfloat16: up to 0.035), in float32
@@ -41,8 +43,8 @@ def disagreement(call: AttentionCall) -> str | None:
         query.shape[1::2],
         key.shape[1],
         value.shape[3],
-        layout.window_sizes[:3],
-        min(layout.ahead, 64),
+        layout.window[:3],
+        min(layout.window.ahead, 64),
     )
     form = (
         learns,
@@ -105,11 +107,14 @@ def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[
     """How far what the kernels find is from plain torch's in float32, of the largest number of each
     tensor."""
     (query, key, value, log_weight, _), layout, softmax = call.tokens, call.layout, call.softmax
-    (length, local, sinks, kept), device = layout.window_sizes, query.device
+    (length, local, sinks, kept), device = layout.window, query.device
     draw, most = torch.Generator(device).manual_seed(0), (local + 1) * length
     # how many are kept is not compiled in
     begin, kept = (most + length + sinks + 3 if layout.begun else 0), min(kept, 64)
-    tokens, window = begin + most + 3 * length + sinks + 2 * kept + 3, (length, local, sinks, kept)
+    tokens, window = (
+        begin + most + 3 * length + sinks + 2 * kept + 3,
+        Window(length, local, sinks, kept),
+    )
     if kept and not layout.most_kept:  # nothing has left the window
         begin = max(1, most // 2) if layout.begun else 0
         tokens = max(most, begin + 2)
@@ -133,7 +138,7 @@ def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[
             "attention_mask": columns != begin + 1,
             "position_ids": columns - (columns > begin + 2) * (begin + 3),
         }
-    rule = replace(call.rule, keep_score="learned" if kept else call.rule.keep_score)
+    keep_score = SCORES["learned"]  # which needs nothing of a model
 
     def attended(way: Any, kind: torch.dtype, cut: slice, state: Any) -> tuple[list[Tensor], Any]:
         """What has gradients of a call of these tokens; and what comes of it."""
@@ -143,11 +148,11 @@ def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[
         with torch.no_grad():  # as of a call that reads how many tokens are kept
             of_cut = {name: mask[:, cut] for name, mask in masks.items()}
             laid_out = segment_layout(
-                1, cut.stop - cut.start, *window, **of_cut, state=state, device=device
+                1, cut.stop - cut.start, window, **of_cut, state=state, device=device
             )
         if state is None:
             state = InfiniState.initial(
-                inputs[1], inputs[2], *window, rule=rule, weighted=log_weight is not None
+                inputs[1], inputs[2], *window, rule=call.rule, weighted=log_weight is not None
             )
         rest: Any = (
             inputs[3] if log_weight is not None else None,
@@ -160,10 +165,11 @@ def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[
             Projections(inputs[0], inputs[1], inputs[2], *rest),
             inputs[len(leaves)],
             laid_out,
-            rule,
+            call.rule,
         )
-        made += replace(softmax, rotary=tables), state, call.return_state or cut.stop == begin
-        return inputs, way(prepared(AttentionCall(*made)))
+        made += replace(softmax, rotary=tables), state, keep_score
+        made += (call.return_state or cut.stop == begin,)
+        return inputs, way(AttentionCall(*made).prepared())
 
     def computed(way: Any, kind: torch.dtype) -> list[Tensor]:
         state = (

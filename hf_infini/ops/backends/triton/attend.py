@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ..attention import compared_window, group_size, keeping_of, state_after
-from ..kept import Kept, KeptInGrid, row_numbers
-from ..layout.base import GridLayout
-from ..positions import rotate
-from ..state import Attended, AttentionCall
+from ...keeping.choose import Kept, KeptInGrid, row_numbers
+from ...layout.base import GridLayout
+from ...positions import rotate
+from ...state import Attended, AttentionCall
+from ..grid import compared_window, group_size, keeping_of, state_after
 from . import backward, forward
 from .parts import INTERPRETED, Constants, Known, Rows, Seeing, Window
 
@@ -52,7 +52,7 @@ class Launcher:
         softmax, layout = call.softmax, call.layout
         self.recorded = torch.is_grad_enabled()  # within the autograd function nobody can tell
         # source rows before those of the grid
-        self.layout, self.first = layout, layout.ahead if layout.begun else 0
+        self.layout, self.first = layout, layout.window.ahead if layout.begun else 0
         tensors = (
             layout.source,
             layout.skipped,
@@ -64,19 +64,21 @@ class Launcher:
             *(x if x is None else x.contiguous() for x in tensors),
             heads=query.shape[1],
             kv_heads=key.shape[1],
-            length=layout.segment_length,
+            length=layout.window.segment_length,
             scale=softmax.scaling_of(query),
             eps=call.rule.eps,
         )
         # The interpreter's products of 16 bits are wrong
         short = {} if INTERPRETED else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
         self.wide = max(query.shape[3], value.shape[3]) * query.itemsize > 128
-        self.ahead = layout.sink_tokens + (layout.kept_tokens if layout.most_kept else 0)
+        self.ahead = layout.window.sink_tokens + (
+            layout.window.kept_tokens if layout.most_kept else 0
+        )
         self.constants = Constants(
             D=query.shape[3],
             E=value.shape[3],
-            W=layout.local_segments,
-            SINKS=layout.sink_tokens,
+            W=layout.window.local_segments,
+            SINKS=layout.window.sink_tokens,
             AHEAD=self.ahead
             and min(32 if self.wide else 64, triton.next_power_of_2(max(16, self.ahead))),
             SIGNED=None if softmax.rotary is None else softmax.turn is rotate,
@@ -89,7 +91,7 @@ class Launcher:
         # wanted
         self.last: Any = None
         if call.return_state:
-            segment = layout.tokens_seen // layout.segment_length + layout.document[:, -1]
+            segment = layout.tokens_seen // layout.window.segment_length + layout.document[:, -1]
             self.last = torch.arange(len(segment), device=segment.device), slice(None), segment
 
     def tiles(self, name: str) -> tuple[dict[str, int], int]:
@@ -100,7 +102,7 @@ class Launcher:
         if of == "BLOCK":
             return tiles, triton.cdiv(width * value_width + width, tiles[of])
         # also of fewer slots: it is compiled in
-        most = triton.next_power_of_2(max(16, self.layout.segment_length))
+        most = triton.next_power_of_2(max(16, self.layout.window.segment_length))
         if self.wide:
             most = min(most, 32)
         if name in ("queries", "evicted") and max(width, value_width) > 64:
@@ -122,7 +124,7 @@ class Launcher:
         blocks = {part: tiles[part] for part in ("BM", "BN") if part in tiles}
         options = {part: size for part, size in tiles.items() if part not in blocks}
         constants = self.constants._replace(**blocks)
-        kept = self.ahead - layout.sink_tokens
+        kept = self.ahead - layout.window.sink_tokens
         changing = (
             layout.carried + layout.tokens,
             layout.carried,
@@ -151,7 +153,7 @@ class Launcher:
 
 
 def run(call: AttentionCall) -> Attended:
-    """As [`attend`] of ops/attention.py, for a call that fits."""
+    """As [`attend_grid`], for a call that fits."""
     layout, state, query, keeping, before = (
         call.layout,
         call.state,
@@ -200,7 +202,7 @@ def _source(layout: GridLayout, new: Any, window: Any) -> Any:
     begin = layout.carried_to - layout.carried
     # in the wider dtype
     return torch.cat(
-        [window[:, :, : layout.ahead], window[:, :, begin : layout.carried_to], new], 2
+        [window[:, :, : layout.window.ahead], window[:, :, begin : layout.carried_to], new], 2
     )
 
 
@@ -216,11 +218,11 @@ def _chosen(
     if keeping is None and not (layout.begun and ahead):  # sinks are among the keys
         return None, None
     found = key.new_full((*key.shape[:2], layout.segments, ahead), -1, dtype=torch.int32)
-    if layout.sink_tokens:
+    if layout.window.sink_tokens:
         rows = torch.where(
             layout.sink_rows < before, layout.sink_rows, layout.sink_rows - before + first
         )
-        found[..., : layout.sink_tokens] = rows.unsqueeze(1)
+        found[..., : layout.window.sink_tokens] = rows.unsqueeze(1)
     if keeping is None:
         return found, None
     rows = (
@@ -230,11 +232,13 @@ def _chosen(
     )
     rows = layout.delay((rows + first).view(-1, layout.segments, layout.slots))
     rows = rows[:, :, None, :, None].expand(layout.batch, -1, key.shape[1], -1, -1)
-    kept = torch.arange(layout.sink_tokens, layout.ahead, device=key.device).view(-1, 1)
+    kept = torch.arange(layout.window.sink_tokens, layout.window.ahead, device=key.device).view(
+        -1, 1
+    )
     keeping.kept = Kept(kept.expand(*key.shape[:2], -1, -1), None, None, *keeping.kept[3:])
     grids = (
         (layout.to_grid(query, None).transpose(2, 3), layout.windows(key, state.local_key))
-        if keeping.sees
+        if keeping.keep_score.receiving is not None
         else None
     )
     size = group_size(layout, key)
@@ -253,7 +257,7 @@ def _chosen(
         for parts in zip(*chosen, strict=True)
     )
     if layout.most_kept:
-        found[..., layout.sink_tokens :] = seen
+        found[..., layout.window.sink_tokens :] = seen
     return found if ahead else None, evicted.int().contiguous()
 
 
@@ -284,7 +288,7 @@ class Attend(Function):
         launcher.launch("write", *written, evicted, _rows(wrote))
         states[:, :, 0] = 0 if before is None else before
         # from what was written to what first reads it
-        delay = layout.local_segments + 1 if evicted is None else 1
+        delay = layout.window.local_segments + 1 if evicted is None else 1
         launcher.launch("scan", _rows(wrote), _rows(states), DELAY=delay)
         del wrote
         turned_key = launcher.turned(key[:, :, launcher.first :], 0, 0)
@@ -365,7 +369,7 @@ class Attend(Function):
                 to_wrote,
             )
             to_wrote = None
-        first_place = launcher.ahead + layout.local_segments * layout.segment_length
+        first_place = launcher.ahead + layout.window.local_segments * layout.window.segment_length
         seeing = Seeing(
             _rows(launcher.turned(query, first_place, layout.carried)), g, log_sum, along
         )

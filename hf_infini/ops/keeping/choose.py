@@ -21,14 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .layout.base import GridLayout, Layout, pad
-from .memory import KEEP_SCORES, MemoryRule
-from .state import AttentionCall, InfiniState, Projections
-from .window import ScoreOptions, masked_scores
+from ...options import Window
+from ..layout.base import GridLayout, pad
+from ..state import AttentionCall, InfiniState, Projections
+from ..window import ScoreOptions, masked_scores
+from .score import TokenScore
 
-# a token that is this times the kept tokens older must have received e times the attention
-FADE = 2
-LEAST = torch.finfo(torch.float32).tiny  # of attention, in the logarithm
 # rows times segments among which is chosen at a time
 CHOICE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
 # Of each segment that leaves, `[B, N]`, and of those that are read while they do, and after, `[B, N
@@ -48,28 +46,34 @@ class Kept(NamedTuple):
     position: Tensor
 
     @classmethod
-    def of_state(cls, state: InfiniState, layout: Layout) -> "Kept":
+    def of_state(cls, state: InfiniState, window: Window) -> "Kept":
         """What a state keeps."""
         position: Any = state.kept_position
-        places = slice(layout.sink_tokens, layout.ahead)
-        windows: Any = (
-            None if window is None else window[:, :, places] for window in state.windows()
-        )
-        key, value, log_weight, score = windows
+        places = slice(window.sink_tokens, window.ahead)
+        parts: Any = (None if part is None else part[:, :, places] for part in state.windows())
+        key, value, log_weight, score = parts
         return cls(key, value, log_weight, score.detach(), position.unsqueeze(-1))
 
-    def into(self, state: InfiniState, layout: Layout) -> InfiniState:
-        """The state that keeps this."""
+    def into(self, state: InfiniState, window: Window) -> InfiniState:
+        """The state with these tokens in its kept places, of which there are as many."""
 
-        def put(window, kept):
-            sinks = window[:, :, : layout.sink_tokens]
+        def put(part, kept):
+            sinks = part[:, :, : window.sink_tokens]
             # they need none
-            sinks = torch.zeros_like(sinks) if window is state.local_score else sinks
-            kept = kept.masked_fill(self.position < 0, 0).to(window.dtype)
-            return torch.cat([sinks, kept, window[:, :, layout.ahead :]], 2)
+            sinks = torch.zeros_like(sinks) if part is state.local_score else sinks
+            kept = kept.masked_fill(self.position < 0, 0).to(part.dtype)
+            return torch.cat([sinks, kept, part[:, :, window.ahead :]], 2)
 
         state = state.map_windows(put, Projections(self.key, *self[:4]))
         return state.having(kept_position=self.position[..., 0].contiguous())
+
+    def instead(self, state: InfiniState, window: Window) -> InfiniState:
+        """The state that keeps these tokens of its document, wherever they have been, in place of
+        its own: [`into`] with scores so high that no later token takes their places."""
+        score = torch.full_like(self.score, torch.finfo(self.score.dtype).max)
+        left, filled = state.tokens_left(), (self.position[:, 0, :, 0] >= 0).sum(1)
+        state = self._replace(score=score).into(state, window)
+        return state.having(memory_tokens=left - filled)
 
     def map(self, function: Callable[..., Tensor], *others: "Kept") -> "Kept":
         """`function(part, *of the others)` for each part that there is."""
@@ -102,14 +106,6 @@ def row_numbers(index: Tensor, count: int) -> Tensor:
     return (index.clamp(min=0) + first).flatten()
 
 
-def first_scores(keep_score: str, key: Tensor, learned: Tensor | None) -> Tensor:
-    """`[B, K, tokens, R]`, the scores of tokens that no query has seen, float32 or wider; `learned`
-    `[B, K, tokens]`."""
-    zeros = key.new_zeros(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32))
-    found: Any = [learned if name == "learned" else zeros for name in KEEP_SCORES[keep_score]]
-    return torch.stack([score.to(zeros) for score in found], -1).detach()
-
-
 @torch.no_grad()
 def received_attention(
     query: Tensor, key: Tensor, mask: Tensor, asking: Tensor, softmax: ScoreOptions
@@ -135,9 +131,9 @@ def sinks_before_kept(
     the tokens that are kept by then, for a window without a gap is that of a plain model."""
     if softmax.rotary is None:
         return sinks
-    kept = layout.left[:, begin:end].clamp(max=layout.kept_tokens)
+    kept = layout.left[:, begin:end].clamp(max=layout.window.kept_tokens)
     # [B, N, S]
-    places = (layout.kept_tokens - kept).unsqueeze(-1) + torch.arange(
+    places = (layout.window.kept_tokens - kept).unsqueeze(-1) + torch.arange(
         sinks.shape[3], device=kept.device
     )
 
@@ -149,25 +145,6 @@ def sinks_before_kept(
     return compared.unflatten(0, sinks.shape[:2])
 
 
-def final_scores(keep_score: str, leaving: Kept, layout: Layout) -> Tensor:
-    """The scores of tokens that leave, `[B, N, K, C, R]`. Of attention, the logarithm of the mean
-    over the queries that have seen the token in the window, plus its position in units of [`FADE`]
-    times the kept tokens: without the position ever more places would go to a few tokens of long
-    ago."""
-    scores = leaving.score
-    if "attention" not in KEEP_SCORES[keep_score]:
-        return scores
-    slots = torch.arange(scores.shape[3], device=scores.device)
-    queries = (
-        ((layout.local_segments + 1) * layout.segment_length - slots).to(scores.dtype).unsqueeze(-1)
-    )
-    mean = (scores[..., :1] / queries).clamp(min=LEAST).log()
-    return torch.cat(
-        [mean + leaving.position.to(scores.dtype) / (FADE * layout.kept_tokens), scores[..., 1:]],
-        -1,
-    )
-
-
 class KeptInGrid:
     """What is kept while a call goes through the groups of its grid: `kept`, before the group, and
     then after it; and `scores` of the grid's tokens so far, `[B, w + segments, K, C, R]`, of which
@@ -175,33 +152,31 @@ class KeptInGrid:
 
     def __init__(self, call: AttentionCall):
         layout, state, new = call.layout, call.state, call.tokens.score
-        self.layout, self.rule, self.sees = (
-            layout,
-            call.rule,
-            "attention" in KEEP_SCORES[call.rule.keep_score],
-        )
-        self.kept = Kept.of_state(state, layout)
+        self.layout, self.evicts, self.keep_score = layout, call.rule.holds, call.keep_score
+        self.kept = Kept.of_state(state, layout.window)
         scores = layout.to_grid(new, state.local_score).detach().transpose(2, 3)
-        self.scores = pad(scores, (0,) * 6 + (layout.local_segments, 0)).clone()
+        self.scores = pad(scores, (0,) * 6 + (layout.window.local_segments, 0)).clone()
         ones = torch.ones(layout.batch, 1, layout.tokens, 1, dtype=torch.bool, device=scores.device)
         self.asking = layout.to_grid(ones, None)[..., 0, 0]
 
     def see(self, compared: Any, begin: int, end: int, softmax: ScoreOptions) -> None:
         """Adds what the tokens of these segments' windows receive, where that counts; `compared`:
         [`compared_window`]."""
-        if not self.sees:
+        if self.keep_score.receiving is None:
             return
         query, key, mask = compared
         received = received_attention(
             query, key, mask, self.asking[:, begin:end].unsqueeze(2), softmax
         )
         received = (
-            received[..., self.layout.sink_tokens :]
+            received[..., self.layout.window.sink_tokens :]
             .unflatten(-1, (-1, self.layout.slots))
             .movedim(3, 0)
         )
         for shift, of_segments in enumerate(received):
-            self.scores[:, begin + shift : end + shift, ..., 0] += of_segments
+            self.scores[:, begin + shift : end + shift, ..., self.keep_score.receiving] += (
+                of_segments
+            )
 
     def choose(self, leaving: Sequence[Any], begin: int, end: int) -> tuple[Kept, Kept | None]:
         """What segments `begin … end` see of what is kept, and evict: [`keep_best`]. `leaving`:
@@ -217,13 +192,18 @@ class KeptInGrid:
             scores[..., :1]
         )
         new = Kept(leaving[0], leaving[1], leaving[2], scores, position)
-        seen, self.kept, evicted = keep_best(self.kept, new, written, self.rule, layout, documents)
+        seen, self.kept, evicted = keep_best(
+            self.kept, new, written, self.keep_score, layout.window, documents, self.evicts
+        )
         return seen, evicted
 
     def scored(self, tokens: Projections, state: InfiniState) -> tuple[Projections, InfiniState]:
         """The call's tokens, and the state's window, with what they have received."""
         layout, window = self.layout, state.tensors()["local_score"].detach().clone()
-        scores, end = self.scores[:, layout.local_segments :].transpose(2, 3), layout.carried_to
+        scores, end = (
+            self.scores[:, layout.window.local_segments :].transpose(2, 3),
+            layout.carried_to,
+        )
         window[:, :, end - layout.carried : end] = scores.flatten(1, 2)[
             :, : layout.carried
         ].transpose(1, 2)
@@ -235,7 +215,7 @@ def choosable_segments(layout: GridLayout, key: Tensor) -> int:
     limit = CHOICE_ELEMENTS.get(key.device.type, CHOICE_ELEMENTS["cuda"]) // (
         layout.batch * key.shape[-3]
     )
-    return max(1, min(limit // layout.kept_tokens, int((limit / layout.slots) ** 0.5)))
+    return max(1, min(limit // layout.window.kept_tokens, int((limit / layout.slots) ** 0.5)))
 
 
 def with_kept(
@@ -250,11 +230,11 @@ def with_kept(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, as compared, values `[B, N, K, W, D]` and mask of the windows of segments `begin …
     end`, with kept tokens between sinks and segments."""
-    sinks, most = layout.sink_tokens, layout.most_kept
+    sinks, most = layout.window.sink_tokens, layout.most_kept
     if not most:
         return keys, values, mask
     seen = seen.map(lambda part: part[..., -most:, :])
-    places = slice(layout.ahead - most, layout.ahead)
+    places = slice(layout.window.ahead - most, layout.window.ahead)
     first = functools.partial(layout.first_numbers, begin, end)
     pairs = (softmax.compared(seen.key, places, first), keys), (seen.value, values)
     keys, values = (
@@ -269,35 +249,35 @@ def keep_best(
     kept: Kept,
     leaving: Kept,
     written: Tensor,
-    rule: MemoryRule,
-    layout: Layout,
+    keep_score: TokenScore,
+    window: Window,
     documents: Documents | None = None,
+    evicts: bool = True,
 ) -> tuple[Kept, Kept, Kept | None]:
     """What each segment sees of what is kept, `[B, N, K, places, …]`; what is kept after the last,
     `[B, K, places, …]`; and what the memory takes in after each, `[B, N, K, C, …]` (`None`: there
     is none), the first and the last without scores. `leaving`: the tokens of the segments that
     leave the window one after the other, `[B, N, K, C, …]` each, scores as in a window; `written`,
-    `documents`: as in [`choose`]."""
-    keep_score = rule.keep_score
-    scores = final_scores(keep_score, leaving, layout)
+    `documents`, `evicts`: as in [`choose`]."""
+    slots = torch.arange(leaving.score.shape[3], device=leaving.score.device)
+    queries = (window.span - slots).unsqueeze(-1)  # that have seen the token
+    final = keep_score.final(leaving.score, leaving.position, queries, window)
     rows = kept.map(
         lambda old, new: torch.cat([old, new.transpose(1, 2).flatten(2, 3)], 2),
-        leaving._replace(score=scores),
+        leaving._replace(score=final),
     )
-    there, count = kept.position[:, 0, :, 0] >= 0, len(KEEP_SCORES[keep_score])
+    filled, count = kept.position[:, 0, :, 0] >= 0, keep_score.count
     # the first gets the odd place
-    shares = [(layout.kept_tokens + number) // count for number in reversed(range(count))]
-    best, evicted = choose(rows.score, there, written, shares, documents, rule.holds)
-    last, told = (
-        rows.taken(best[:, -1:]).map(lambda part: part.squeeze(1)),
-        rows._replace(score=None),
-    )
-    return told.taken(best[:, :-1]), last, None if evicted is None else told.taken(evicted)
+    shares = [(window.kept_tokens + number) // count for number in reversed(range(count))]
+    best, evicted = choose(rows.score, filled, written, shares, documents, evicts)
+    last = rows.taken(best[:, -1:]).map(lambda part: part.squeeze(1))
+    rows = rows._replace(score=None)
+    return rows.taken(best[:, :-1]), last, None if evicted is None else rows.taken(evicted)
 
 
 def choose(
     scores: Tensor,
-    there: Tensor,
+    filled: Tensor,
     written: Tensor,
     shares: Sequence[int],
     documents: Documents | None,
@@ -306,15 +286,15 @@ def choose(
     """Which rows are kept when each of the segments is read, and after the last, `[B, N + 1, K,
     places]`; and, where `evicts`, which are evicted after each, `[B, N, K, C]`; −1 for none. The
     work grows with the square of N. `scores`: of the rows, final, `[B, K, places + N · C, R]`;
-    `there`: `[B, places]` bool, in which places anything was kept before; `written`: `[B or 1, N,
+    `filled`: `[B, places]` bool, in which places anything was kept before; `written`: `[B or 1, N,
     C]` bool, which tokens there are to keep or evict; `shares`: places for each score; `documents`:
     `None`: one."""
-    (batch, heads), (segments, slots), places = scores.shape[:2], written.shape[1:], there.shape[1]
+    (batch, heads), (segments, slots), places = scores.shape[:2], written.shape[1:], filled.shape[1]
     numbers = torch.arange(segments, device=scores.device)[:, None, None]
     # While which segment is read each row leaves the window: −1 before the first, `segments` where
     # there is none
     time = torch.where(written, numbers[:, 0], segments).flatten(1).expand(batch, -1)
-    time = torch.cat([torch.where(there, -1, segments), time], 1).unsqueeze(1)
+    time = torch.cat([torch.where(filled, -1, segments), time], 1).unsqueeze(1)
     known = [time]
     if documents is not None:
         of, reading = documents
@@ -330,21 +310,21 @@ def choose(
         left = time.unsqueeze(1) <= numbers
         return left if of is None else left & (of.unsqueeze(1) == reading[:, 1:, None, None])
 
-    left, stays = have_left(*known), torch.zeros((), dtype=torch.bool, device=scores.device)
+    left, chosen = have_left(*known), torch.zeros((), dtype=torch.bool, device=scores.device)
     for number, (share, score) in enumerate(zip(shares, scores.unbind(-1), strict=True)):
         order = score.argsort(dim=-1, descending=True, stable=True)
         best = have_left(*(part.expand_as(order).gather(-1, order) for part in known))
         if number:
-            best = best & ~stays.gather(-1, order.unsqueeze(1).expand_as(stays))
+            best = best & ~chosen.gather(-1, order.unsqueeze(1).expand_as(chosen))
         # The rows, of all in this order, with at most so many before the next that could stay
         first = (best.cumsum(-1, dtype=torch.int32) <= share).sum(-1, keepdim=True)
-        stays = stays | (left & (order.argsort().unsqueeze(1) < first))
-    held = torch.cat([(time < 0).unsqueeze(2).expand(-1, -1, heads, -1), stays], 1)
+        chosen = chosen | (left & (order.argsort().unsqueeze(1) < first))
+    held = torch.cat([(time < 0).unsqueeze(2).expand(-1, -1, heads, -1), chosen], 1)
     kept = rows_in_order(held, places)
     if not evicts:
         return kept, None
-    goes = left & ~stays & (held[:, :-1] | (time.unsqueeze(1) == numbers))
-    return kept, rows_in_order(goes, slots)
+    leave = left & ~chosen & (held[:, :-1] | (time.unsqueeze(1) == numbers))
+    return kept, rows_in_order(leave, slots)
 
 
 def rows_in_order(chosen: Tensor, size: int) -> Tensor:

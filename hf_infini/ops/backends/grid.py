@@ -1,0 +1,129 @@
+"""Any call but one of a token per row, by plain torch: the grid of segments in groups, of which the
+intermediate results fit into the cache (CPU), or which need few kernel launches (GPU).
+
+Shapes: the grid of the layout, `[B, S, C, H, D]`, is cut into groups `[B, N, H, C, D]` of `N`
+segments, heads before tokens, so that every product is one of contiguous matrices. `W` slots in a
+segment's window.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..keeping.choose import KeptInGrid, choosable_segments, sinks_before_kept, with_kept
+from ..layout.base import GridLayout
+from ..state import Attended, AttentionCall, InfiniState
+from ..window import ScoreOptions, window_attention
+
+GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
+
+
+def attend_grid(call: AttentionCall) -> Attended:
+    """[`attend`] for any call but one of a token per row, by plain torch, one group of segments
+    after the other."""
+    tokens, gate, layout, rule, softmax, state, *_ = call
+    keeping, outputs, all_weights = keeping_of(call), [], []
+    size, sinks = group_size(layout, tokens.key), layout.window.sink_tokens
+    queries_of = layout.to_grid(tokens.query, None).transpose(2, 3).split(size, 1)
+    pairs: Any = zip(tokens[1:4], state.windows(), strict=False)  # of keys, values and log weights
+    windows_of = [
+        [None] * len(queries_of) if new is None else layout.windows(new, old).split(size, 1)
+        for new, old in pairs
+    ]
+    after, dtype, begin = (state.memory, state.normaliser), state.memory.dtype, 0
+    for queries, *windows in zip(queries_of, *windows_of, strict=True):
+        queries, end = queries.contiguous(), begin + queries.shape[1]
+        # What leaves the windows while they are seen is what the memory takes in
+        leaving: Any = [
+            None if window is None else window[..., sinks : sinks + layout.slots, :]
+            for window in windows
+        ]
+        written: Any = None if layout.writes_all else layout.written[:, begin:end, None, :, None]
+        values, (compared, keys, mask) = (
+            windows[1],
+            compared_window(queries, windows[0], layout, softmax, begin, end),
+        )
+        if keeping is not None:
+            keeping.see((compared, keys, mask), begin, end, softmax)
+            seen, evicted = keeping.choose(leaving, begin, end)
+            if evicted is not None:
+                leaving, written = evicted[:3], evicted.position >= 0
+            keys, values, mask = with_kept(keys, values, mask, seen, layout, softmax, begin, end)
+            del seen, evicted
+        local, weights = window_attention(compared, keys, values, mask, softmax)
+        all_weights.append(weights)
+        if rule.holds:
+            filled = (layout.left[:, begin:end] > layout.window.kept_tokens)[:, :, None, None, None]
+            with torch.autocast(tokens.key.device.type, enabled=False):
+                keys, values = leaving[0].to(dtype), leaving[1].to(dtype)
+                parts = rule.written(keys, values, leaving[2], written)
+                before, after = rule.states(parts, *after, layout.continues(begin, end))
+                local = rule.mix(local, queries, before, gate, filled)
+            del parts, before
+        outputs.append(local.transpose(2, 3))
+        # Or they are held while the next group is made
+        del queries, windows, leaving, compared, keys, mask, values, local
+        begin = end
+    output = layout.from_grid(outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
+    weights = _weights_per_token(torch.cat(all_weights, 1), layout) if softmax.written_out else None
+    return output, state_after(call, keeping, after) if call.return_state else None, weights
+
+
+def keeping_of(call: AttentionCall) -> KeptInGrid | None:
+    """`None` where nothing is kept while the call is computed, nor asked for after it."""
+    return (
+        KeptInGrid(call)
+        if call.layout.most_kept or (call.layout.window.kept_tokens and call.return_state)
+        else None
+    )
+
+
+def compared_window(
+    query: Tensor, key: Tensor, layout: GridLayout, softmax: ScoreOptions, begin: int, end: int
+) -> tuple[Tensor, Tensor, Any]:
+    """Queries `[B, N, H, C, D]` and keys `[B, N, K, W, D]` of the windows of these segments, sinks
+    first, as they are compared, and which see which; without kept tokens."""
+    first, sinks = functools.partial(layout.first_numbers, begin, end), layout.window.sink_tokens
+    compared = softmax.compared(key, layout.key_places(), first)
+    if layout.window.kept_tokens and sinks:
+        turned = sinks_before_kept(key[..., :sinks, :], layout, softmax, begin, end)
+        compared = torch.cat([turned, compared[..., sinks:, :]], 3)
+    query = softmax.compared(query, layout.query_places, first)
+    return query, compared, layout.window_mask(begin, end)
+
+
+def state_after(
+    call: AttentionCall, keeping: KeptInGrid | None, memory_and_normaliser: Any
+) -> InfiniState:
+    """The state after a call that ended with this memory and normaliser."""
+    tokens, layout, state = call.tokens, call.layout, call.state
+    if keeping is not None:
+        tokens, state = keeping.scored(tokens, state)
+    state = state.map_windows(lambda window, new: layout.next_window(new, window), tokens)
+    state = state if keeping is None else keeping.kept.into(state, layout.window)
+    # Copies, for these are two of many states that the call made, and would keep all of them in
+    # memory
+    memory, normaliser = (part.clone() for part in memory_and_normaliser)
+    return state.after(layout, memory=memory, normaliser=normaliser)
+
+
+def group_size(layout: GridLayout, key: Tensor) -> int:
+    """Segments that are worked on at a time: all in a graph, for the compiler keeps intermediate
+    results small."""
+    fits = layout.segments
+    if not torch.compiler.is_compiling():
+        fits = GROUP_ELEMENTS.get(key.device.type, GROUP_ELEMENTS["cuda"]) // (
+            key[:, :, :1].numel() * layout.slots
+        )
+    if layout.window.kept_tokens:
+        fits = min(fits, choosable_segments(layout, key))
+    return max(1, fits)
+
+
+def _weights_per_token(weights: Tensor, layout: GridLayout) -> Tensor:
+    """`[B, N, H, C, W]` as `[B, H, tokens, places]`, zero for padding."""
+    whole = weights.new_zeros(*weights.shape[:-1], layout.window.places)
+    whole = whole.index_copy(-1, layout.key_places(layout.most_kept), weights)
+    return layout.from_grid(whole.transpose(2, 3))

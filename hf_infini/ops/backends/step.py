@@ -1,0 +1,125 @@
+"""One more token for every row, by plain torch: equations 2 to 5 on the window itself.
+
+A row whose segment is full writes the oldest segment of its window into the memory, and moves the
+window one segment on.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..keeping.choose import Kept, keep_best
+from ..keeping.score import TokenScore
+from ..layout.step import SegmentBorder
+from ..memory import MemoryRule
+from ..state import OF_LAYER, Attended, AttentionCall, InfiniState
+from ..window import are_few, masked_scores, product, softmax_weights
+
+
+def attend_step(call: AttentionCall) -> Attended:
+    """[`attend`] for one token per row, which returns the weights wherever they are written out."""
+    tokens, gate, layout, rule, softmax, state, keep_score, _, in_place = call
+    own_scores = state.local_score
+
+    def put(window: Tensor, new: Tensor) -> Tensor:
+        # Scores add up. Where the call fails in a later layer they must be as they were, for a
+        # second one: keys and values are written into the same slot again
+        alone = window is own_scores and not torch.compiler.is_compiling()
+        return layout.put(window, new, in_place and not alone)
+
+    state = state.map_windows(put, tokens)
+    keys, values, *_ = state.windows()
+
+    query = softmax.compared(tokens.query, layout.slot.unsqueeze(1), layout.first_number)
+    seen_keys, seen_values = (
+        softmax.compared(keys[:, :, layout.seen], layout.turned, layout.first_number),
+        values[:, :, layout.seen],
+    )
+    # The heads of a group as queries of one head: all see the same, and no kernel has to repeat the
+    # keys
+    grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])
+    if state.local_score is not None:
+        scores = state.local_score.detach()  # which `put` has allowed to write into
+        if layout.sink is not None:
+            scores[:, :, : layout.window.sink_tokens].zero_()  # they need none
+        if keep_score.receiving is not None:
+            # `[B, K, places seen]`, of the mean over a group's heads and without kept tokens;
+            # scores: `[B, K, places, R]`
+            received = masked_scores(grouped.detach(), seen_keys.detach(), layout.unkept, softmax)
+            received = received.softmax(-1, dtype=scores.dtype).mean(2)
+            received = received if layout.real is None else received * layout.real.unsqueeze(2)
+            scores[:, :, layout.window.ahead : layout.seen.stop, keep_score.receiving] += received[
+                :, :, layout.window.ahead :
+            ]
+        state = state.having(local_score=scores)
+    weights = None
+    if softmax.written_out or softmax.softcap or are_few(grouped):
+        weights = softmax_weights(grouped, seen_keys, layout.visible, softmax, values.dtype)
+        if layout.real is not None:
+            weights = weights.masked_fill(~layout.real[:, :, None, None], 0)
+        output = product(weights, seen_values).to(values.dtype)
+        weights = F.pad(weights, (0, layout.window.places - layout.seen.stop)).reshape(
+            *query.shape[:3], -1
+        )
+    else:
+        options = {"dropout_p": softmax.dropout, "scale": softmax.scaling}
+        output = F.scaled_dot_product_attention(
+            grouped, seen_keys, seen_values, layout.visible, **options
+        )
+    output = output.reshape(*query.shape[:3], -1)
+
+    with torch.autocast(keys.device.type, enabled=False):
+        if rule.holds:
+            held = state.memory.unsqueeze(1), state.normaliser.unsqueeze(1)
+            local, query = output.unsqueeze(1), tokens.query.unsqueeze(1)
+            output = rule.mix(local, query, held, gate, layout.filled).squeeze(1)
+        state = with_segments_complete(rule, keep_score, state, layout)
+    if layout.real is not None:
+        output = output.masked_fill(~layout.real[:, :, None, None], 0)
+    return output, state.after(layout), weights
+
+
+def with_segments_complete(
+    rule: MemoryRule, keep_score: TokenScore, state: InfiniState, border: SegmentBorder
+) -> InfiniState:
+    """The state whose rows that complete a segment have written the oldest one of their window; its
+    counts stay."""
+    if border.completing is None:
+        return state
+
+    def complete(taken_in, numbers, *parts):
+        rows, kept = state.having(**dict(zip(old, parts, strict=True))), None
+        oldest: Any = (
+            None if window is None else border.oldest(window).unsqueeze(1)
+            for window in rows.windows()
+        )
+        keys, values, log_weights, scores = oldest  # [B, 1, K, L, dim]
+        mask, dtype = taken_in[:, None, None, :], rows.memory.dtype
+        if border.window.kept_tokens:
+            number = numbers[:, None, None, :, None].expand_as(scores[..., :1])
+            leaving, before = (
+                Kept(keys, values, log_weights, scores, number),
+                Kept.of_state(rows, border.window),
+            )
+            taken = taken_in.unsqueeze(1)
+            _, kept, evicted = keep_best(
+                before, leaving, taken, keep_score, border.window, evicts=rule.holds
+            )
+            if evicted is not None:
+                keys, values, log_weights, _, number = evicted
+                mask = number[..., 0] >= 0
+        memory = rows.memory, rows.normaliser
+        if rule.holds:
+            mask = mask.unsqueeze(-1)
+            written = rule.written(keys.to(dtype), values.to(dtype), log_weights, mask)
+            _, memory = rule.states(written, *memory)
+        rows = rows.map_windows(border.shift).having(memory=memory[0], normaliser=memory[1])
+        rows = rows if kept is None else kept.into(rows, border.window)
+        return tuple(getattr(rows, name) for name in old)
+
+    old = state.tensors(OF_LAYER)
+    return state.having(
+        **dict(zip(old, border.in_complete_rows(complete, *old.values()), strict=True))
+    )

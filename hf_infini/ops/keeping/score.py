@@ -1,0 +1,104 @@
+"""What says which tokens are kept: of the tokens that have left the window those with the highest
+score. [`TokenScore`] is what a file of this folder defines, under the name of the file; a score is
+known when its token leaves the window, and never changes after that.
+
+Shapes: `B` batch, `K` key/value heads, `R` scores of a token. Most have one; a composition, such as
+half.py, has one for each of its parts, and a share of the places for each.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ...options import Window
+
+
+class TokenScore:
+    """A keep score. It is computed without gradients: a choice has none."""
+
+    keep_score: ClassVar[str]  # its name, that of its file
+    count: ClassVar[int] = 1  # R, scores of a token
+    # which of them the attention that a token receives in the window is added to; `None`: none
+    receiving: ClassVar[int | None] = None
+
+    # names of a layer's parameters from which, with its input, a `learned_score` is computed, `[K,
+    # width]` each; they start at zero, and no gradient reaches them
+    learns: ClassVar[tuple[str, ...]] = ()
+
+    def of_inputs(self, inputs: Tensor, **parameters: Tensor) -> Tensor:
+        """`learned_score`, `[B, K, tokens]`, of the layer's input `[B, tokens, width]` and what it
+        [`learns`]."""
+        raise NotImplementedError
+
+    def first(self, key: Tensor, value: Tensor, learned_score: Tensor | None) -> Tensor:
+        """`[B, K, tokens, R]` in float32 or wider: the scores of tokens that no query has seen.
+        key: `[B, K, tokens, D]`, not rotated; value: `[B, K, tokens, E]`; learned_score: `[B, K,
+        tokens]`; `None`: nothing is learned."""
+        raise NotImplementedError
+
+    def final(self, score: Tensor, position: Tensor, queries: Tensor, window: Window) -> Tensor:
+        """`[…, C, R]`: what remains of the scores of tokens that leave the window. score: `[…, C,
+        R]`; position: the tokens' numbers in their document, `[…, C, 1]`; queries: how many have
+        seen each, `[C, 1]`."""
+        return score
+
+    # The reference, which uses nothing of the above: single tokens
+
+    def naive_first(self, key: Tensor, value: Tensor, learned_score: Tensor) -> list[Tensor]:
+        """Scores of a token, R numbers. key: `[D]`; value: `[E]`; learned_score: a number, 0
+        where nothing is learned."""
+        raise NotImplementedError
+
+    def naive_final(
+        self, score: list[Tensor], number: int, queries: int, kept_tokens: int
+    ) -> list[Tensor]:
+        """Those of a token that leaves: the `number`-th of its document, seen by so many
+        `queries`."""
+        return score
+
+
+class Composition(TokenScore):
+    """Several scores of one number each, of different kinds."""
+
+    parts: ClassVar[tuple[TokenScore, ...]]
+
+    def __init_subclass__(cls):
+        cls.count = len(cls.parts)
+        receiving = [column for column, part in enumerate(cls.parts) if part.receiving is not None]
+        cls.receiving = receiving[0] if receiving else None
+        cls.learns = sum((part.learns for part in cls.parts), ())
+
+    def of_inputs(self, inputs: Tensor, **parameters: Tensor) -> Tensor:
+        [learned] = [part for part in self.parts if part.learns]
+        return learned.of_inputs(inputs, **parameters)
+
+    def first(self, key: Tensor, value: Tensor, learned_score: Tensor | None) -> Tensor:
+        return torch.cat([part.first(key, value, learned_score) for part in self.parts], -1)
+
+    def final(self, score: Tensor, position: Tensor, queries: Tensor, window: Window) -> Tensor:
+        pairs = zip(self.parts, score.split(1, -1), strict=True)
+        return torch.cat([part.final(own, position, queries, window) for part, own in pairs], -1)
+
+    def naive_first(self, key, value, learned_score):
+        return [part.naive_first(key, value, learned_score)[0] for part in self.parts]
+
+    def naive_final(self, score, number, queries, kept_tokens):
+        return [
+            part.naive_final([own], number, queries, kept_tokens)[0]
+            for part, own in zip(self.parts, score, strict=True)
+        ]
+
+
+def rounded(score: Tensor) -> Tensor:
+    """Scores in float32, to 15 binary digits. Which tokens are kept must depend on the text only,
+    and of equal tokens, whose scores must be equal, the earlier is kept. But a product of many rows
+    adds up in another order than one of a single row."""
+    return (score.float().view(torch.int32) + 2**8 & -(2**9)).view(torch.float32)  # of 24
+
+
+def naive_rounded(score: Tensor) -> Tensor:
+    """[`rounded`], by the digits themselves."""
+    digits, exponent = torch.frexp(score.float())
+    whole = (digits.abs() * 2**15 + 0.5).floor() * digits.sign()
+    return torch.ldexp(whole, exponent - 15)

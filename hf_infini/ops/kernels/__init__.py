@@ -1,1 +1,0 @@
-"""Fused kernels, each a row of the table [`BACKENDS`] in ops/attention.py."""
