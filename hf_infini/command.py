@@ -9,33 +9,35 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import typer
 from huggingface_hub.constants import HF_HOME
 from transformers import TextStreamer
 
 from .cache.cache import InfiniCache
 from .cache.files import MemoryFileError
-from .models.adapter import RECORD, load_adapter, merged, save_adapter
-from .models.loading import find_folder, fingerprint, load_causal_lm, load_config, load_tokenizer
-from .models.patching import patch_model, unpatch_model
+from .models.loading import fingerprint, load_config
 from .tools import cache_folder
-from .tools.asking_rows import asking_rows
 from .tools.documents import read_documents
 from .tools.estimate import estimate as estimate_cache
 from .tools.inspection import inspect_attention
 from .tools.inspection.page import inspection_page
-from .tools.keep_score import fit_keep_score
 from .tools.one_line import TRACEBACK, run, say, while_
 from .tools.outputs import check_output, replacing
 from .tools.reader import Reader
+from .tools.ready import (
+    KEPT_TOKENS,
+    WINDOW,
+    adapted,
+    fit_score,
+    has_memory,
+    load_ready,
+    load_saved,
+    what_helps,
+)
 
 # memory files by the content of a text, and fitted scores by the model
 KEPT = Path(HF_HOME) / "hf_infini"
-# of a plain model without an adapter
-WINDOW = {"segment_length": 128, "local_segments": 1, "sink_tokens": 4}
 LENGTHS = [8_192, 131_072, 1_048_576]  # of texts, in `estimate`
-KEPT_TOKENS = 1788  # 2,048 places with these
 # of `inspect`: tokens of a model without a memory; and heads · tokens² of a page of some megabytes
 INSPECTED, PAGE_WEIGHTS = 200, 44_000_000
 COLDEST, HOTTEST = 1e-4, 1e4  # temperatures at which logits are numbers in every dtype
@@ -238,7 +240,7 @@ def fit(
     """Fits on documents which tokens are worth keeping, for --adapter."""
     check_output("--out", out)
     text = _text_of(documents)
-    _fit(*_loaded(model, device, dtype), text, out, kept_tokens)
+    fit_score(*load_saved(model, device, dtype), text, out, kept_tokens)
     say(f"{out}: use it with --adapter, or hf_infini.load_adapter")
 
 
@@ -286,10 +288,10 @@ def estimate(
 ) -> None:
     """Megabytes of a cache, with all tokens and with a memory. Only the model's configuration is
     needed."""
-    with while_("reading the configuration of", model, _found(model)):
+    with while_("reading the configuration of", model, lambda: what_helps(model)):
         config = load_config(model)
     options: dict[str, Any] = {}
-    if not _has_memory(model, config, None, kept_tokens):
+    if not has_memory(model, config, None, kept_tokens):
         options |= WINDOW | {"kept_tokens": kept_tokens or KEPT_TOKENS}
         options["update_rule"] = "none"
     with while_("estimating", model):
@@ -323,14 +325,14 @@ def inspect(
     is kept."""
     check_output("--out", out, document)
     text = _text_of([document])
-    net, tokenizer = _loaded(model, device, dtype)
-    if not _has_memory(model, net.config, adapter, kept_tokens):
+    net, tokenizer = load_saved(model, device, dtype)
+    if not has_memory(model, net.config, adapter, kept_tokens):
         if adapter is None and kept_tokens is not None:
             raise ValueError(
                 f"{model} has no score of kept tokens: give an --adapter (`hf-infini fit` writes "
                 "one), or leave --kept-tokens out to see the plain model."
             )
-        net = net if adapter is None else _adapted(net, adapter, kept_tokens)
+        net = net if adapter is None else adapted(net, adapter, kept_tokens)
     encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)
     ids = encoded["input_ids"][:, : max_tokens or _inspected(net.config)]
     seen = _places(net.config, kept=False)
@@ -417,11 +419,11 @@ def _read(read, text: str, file: Path, mend: bool = False) -> InfiniCache:
     partial = file.with_name(f"{file.name}.partial")
 
     def left() -> str:
+        if file.exists():
+            return f"{file} is kept"
         if partial.exists():
-            return (
-                f"{partial} has what was read until a minute ago, or less; the same command goes on"
-            )
-        return "nothing was kept in the first minute; the same command begins again"
+            return f"{partial} has what was read, or all but the last minute; run the same again"
+        return "nothing was kept yet; the same command begins again"
 
     remedy = "Is there room, and may it be written? --memory, --out or HF_HOME name another place."
     with while_("reading the text into", file, remedy, left):
@@ -451,72 +453,9 @@ def _chat(answer, file: Path) -> None:
         messages += [question, {"role": "assistant", "content": said}]
 
 
-def _load(
-    model: str,
-    adapter: str | None,
-    kept_tokens: int | None,
-    device: str,
-    dtype: str,
-    text: str | None = None,
-):
-    """A model with a memory and its tokenizer; `text`: on which the score of a plain one may be
-    fitted."""
-    if adapter is not None:
-        find_folder(adapter, "adapter folder")  # before the model, which takes longer
-    net, tokenizer = _loaded(model, device, dtype)
-    if _has_memory(model, net.config, adapter, kept_tokens):
-        return net, tokenizer
-    # of the model, and of how it is fitted
-    fitted = KEPT / "scores" / cache_folder.key_of(net, "shares")
-    if adapter is None and not (fitted / RECORD).exists():  # the file that is written last
-        if text is None:
-            raise ValueError(
-                f"{model} has no memory: give the --adapter with which the text was read."
-            )
-        check_output("HF_HOME", fitted)
-        _fit(net, tokenizer, text, fitted, KEPT_TOKENS)
-        cache_folder.note(fitted, model=model)
-        unpatch_model(net)
-    return _adapted(net, adapter or str(fitted), kept_tokens).eval(), tokenizer
-
-
-def _has_memory(model: str, config, adapter: str | None, kept_tokens: int | None) -> bool:
-    """Whether a model has a memory; ValueError where it has one and options of one are given."""
-    if not hasattr(config, "infini_layers"):
-        return False
-    if adapter is not None or kept_tokens is not None:
-        raise ValueError(
-            f"{model} has the options of its memory: leave --adapter and --kept-tokens out."
-        )
-    return True
-
-
-def _adapted(net, adapter: str, kept_tokens: int | None):
-    with while_("loading the adapter", adapter, _found(adapter)):
-        place = find_folder(adapter, "adapter folder") or adapter
-        return merged(load_adapter(net, str(place), kept_tokens=kept_tokens))
-
-
-def _loaded(model: str, device: str, dtype: str):
-    """A model as it was saved, on a device, and its tokenizer."""
-    option = f"--device {device}"
-    with while_("using", option, "cpu can be used."):
-        found: Any = device
-        if device == "auto":
-            found = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-        torch.ones(1, device=found).cpu()  # now, and not after the model is read
-    with while_("loading the model", model, _found(model)):
-        net: Any = load_causal_lm(model, dtype=dtype)
-        tokenizer = load_tokenizer(model, net)
-    with while_("moving the model to", option, "cpu can be used."):
-        return net.eval().to(found), tokenizer
-
-
-def _found(name: str) -> str:
-    """What helps where something cannot be loaded."""
-    if Path(name).expanduser().exists():
-        return "Its files may be damaged, not whole, or of a kind that cannot be taken."
-    return f"There is no folder {name} in {Path.cwd()}, either."
+def _load(model: str, adapter, kept_tokens, device: str, dtype: str, text: str | None = None):
+    """[`load_ready`], with the fitted scores of the cache folder."""
+    return load_ready(model, adapter, kept_tokens, device, dtype, KEPT / "scores", text)
 
 
 def _places(config, kept: bool) -> int | None:
@@ -532,26 +471,6 @@ def _inspected(config) -> int:
     heads = config.num_hidden_layers * config.num_attention_heads
     places = _places(config, kept=True) or 0
     return max(INSPECTED, min(places + places // 4, math.isqrt(PAGE_WEIGHTS // heads)))
-
-
-def _fit(net, tokenizer, text: str, folder: Path, kept_tokens: int) -> None:
-    """Gives a plain model a window and kept tokens, fits their score, and writes it."""
-    if hasattr(net.config, "infini_layers"):
-        raise ValueError("this model has a memory already; a score is fitted for a plain one.")
-    options: dict[str, Any] = WINDOW | {
-        "kept_tokens": kept_tokens,
-        "keep_score": "learned",
-        "update_rule": "none",
-    }
-    if net.config.model_type == "gpt2":
-        options["position_encoding"] = "segment"  # texts longer than its positions
-    patch_model(net, **options)
-    say("fitting which tokens are worth keeping; this is done once for a model")
-    again = "nothing is kept of a fit: the same command begins it again"
-    with while_("fitting into", folder, "--adapter takes a score that was fitted before.", again):
-        length = min(1700, net.config.max_position_embeddings)
-        fit_keep_score(net, asking_rows(tokenizer, text, length=length))
-        save_adapter(net, folder, torch.bfloat16)
 
 
 def _typed(prompt: str, file: Path | None = None) -> str:

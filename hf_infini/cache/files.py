@@ -137,8 +137,8 @@ def check_description(description: dict) -> None:
 
 def write_memory_file(path: Place, tensors: dict[str, Tensor], record: dict) -> None:
     """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the
-    old file or the new one, also where several processes write the same file: each writes a
-    temporary file, `NAME.….part` in the same folder, and the last to finish wins. The same content
+    old file or the new one, also where several processes write the same file: each writes into a
+    folder, `NAME.….part` beside it, and the last to finish wins. The same content
     gives the same bytes. Folders on the way are made. MemoryFileError where numbers are not finite;
     OSError where the file cannot be written, or is a folder; an old one is still there."""
     path, tensors = Path(path), copies_of(tensors)
@@ -154,6 +154,8 @@ def read_memory_file(path: Place) -> tuple[dict, dict[str, Tensor]]:
     """Record and tensors (on the CPU) of a memory file, whole and undamaged. MemoryFileError where
     it is none, damaged, of another version, or has numbers that are not finite; OSError where there
     is no such file, or it may not be read."""
+    if Path(path).is_char_device():  # some never end
+        KIND.refuse(path, "is a device and no file")
     # in one read: another writer may replace the file between two
     tensors, metadata = KIND.tensors_of(path, Path(path).read_bytes())
     record = KIND.object_of(path, metadata.get(METADATA_KEY, ""))

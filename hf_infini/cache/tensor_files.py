@@ -7,11 +7,13 @@ under another name first, so that a reader finds the old ones or the new ones.
 """
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
+import shutil
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -20,6 +22,11 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import load
 from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl: Any = None
 
 Place = str | os.PathLike
 NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number", NoneType: "null"}
@@ -142,20 +149,59 @@ def copies_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Writes files by their names, in this order, into a folder, which is made. Each is whole on
-    the disk, as `NAME.….part`, before the first gets its name. Of several, the last is the one that
-    says that they go together: an old one is taken away before. OSError where one cannot be
-    written; old files are still there."""
+    the disk, in a [`part_of`] the last, before the first gets its name. Of several, the last is the
+    one that says that they go together: an old one is taken away before. OSError where one cannot
+    be written; old files are still there."""
     folder.mkdir(parents=True, exist_ok=True)
-    mark = uuid.uuid4().hex[:8]
-    with contextlib.ExitStack() as undo:
+    last = folder / [*contents][-1]
+    with part_of(last) as part:
         for name, content in contents.items():
-            part = folder / f"{name}.{mark}.part"
-            undo.callback(part.unlink, missing_ok=True)
-            with part.open("xb") as file:
+            with (part / name).open("xb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())  # the content reaches the disk before the name does
         if len(contents) > 1:
-            (folder / [*contents][-1]).unlink(missing_ok=True)
+            last.unlink(missing_ok=True)
         for name in contents:
-            os.replace(folder / f"{name}.{mark}.part", folder / name)
+            os.replace(part / name, folder / name)
+
+
+@contextlib.contextmanager
+def part_of(out: Path) -> Generator[Path]:
+    """A new folder beside `out`, named `OUT.….part`, to write what becomes `out`; it is removed in
+    the end. After a kill it is left, and the next process that writes `out` removes it: each locks
+    its own while it lives, but for Windows, which has no such locks."""
+    for left in out.parent.glob(f"{glob.escape(out.name)}.{'[0-9a-f]' * 8}.part"):
+        with _locked(left, wait=False) as held:
+            if held:
+                _remove(left)
+    with contextlib.ExitStack() as stack:
+        while True:
+            part = out.with_name(f"{out.name}.{uuid.uuid4().hex[:8]}.part")
+            part.mkdir()
+            stack.enter_context(_locked(part, wait=True))
+            if part.exists():  # and was not taken for one that is left, before it was locked
+                break
+        stack.callback(_remove, part)
+        yield part
+
+
+@contextlib.contextmanager
+def _locked(path: Path, wait: bool) -> Generator[bool]:
+    """Whether this process has a lock on a file or folder, which it gives back after the block."""
+    handle, held = None, False
+    with contextlib.suppress(OSError, AttributeError):
+        handle = os.open(path, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        held = True
+    try:
+        yield held
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # a file, as of earlier versions
+        path.unlink(missing_ok=True)

@@ -470,7 +470,10 @@ def _file(path, name: str, hub: dict, *, needed: bool = True) -> Any:
     try:
         found = cached_file(path, name, _raise_exceptions_for_missing_entries=needed, **hub)
     except OSError as error:
-        where = "" if Path(path).exists() else f"there is no folder {path} here; "
-        reason = f"{where}cannot read {name} of the adapter: {error}"
+        where, found = f"there is no folder {path} here; ", str(error)
+        if Path(path).exists():
+            no = f"the folder {path} has no such file"
+            where, found = "", no if Path(path).is_dir() else f"{path} is a file and no folder"
+        reason = f"{where}cannot read {name} of the adapter: {found}"
         raise OSError(" ".join(reason.split())) from error
     return None if found is None else Path(found)

@@ -96,6 +96,8 @@ PROBED = (
 )
 # families whose layers do not pass on keywords to their attention
 DROP_KEYWORDS = ("stablelm", "nemotron")
+# what an attention that needs no more is given
+GIVEN = {"self", "hidden_states", "position_embeddings", "attention_mask"}
 
 
 class FamilyConfigMixin(InfiniConfigMixin):
@@ -205,6 +207,11 @@ def _attention_class(own: type) -> type:
             f"a {own.__name__} cannot have Infini-attention: its forward takes no "
             "cache of keys and values."
         )
+    if needed := _required(own.forward) - GIVEN:
+        raise ValueError(
+            f"a {own.__name__} cannot have Infini-attention: its forward needs "
+            f"{', '.join(sorted(needed))}, which a memory does not know."
+        )
     module = sys.modules[own.__module__]
     turn = getattr(module, "apply_rotary_pos_emb", None) or getattr(
         module, "apply_rotary_emb", None
@@ -229,6 +236,12 @@ def _arguments(function) -> list[str]:
     return [
         name for name in inspect.signature(function).parameters if name not in ("self", "kwargs")
     ]
+
+
+def _required(function) -> set[str]:
+    found = inspect.signature(function).parameters.values()
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {each.name for each in found if each.kind not in rest and each.default is each.empty}
 
 
 @functools.cache

@@ -83,13 +83,20 @@ def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
     """The causal language model of a folder, a Hub name or a GGUF file ([`model_files`]), with the
     options and errors of `from_pretrained`. Its code is not run, unless `trust_remote_code=True` is
     given. The weights of a GGUF become plain ones, in float32 if no other `dtype` is given.
-    ValueError where weights other than those of a memory are missing, or not finite."""
+    ValueError where weights have other shapes than the configuration says, or are not finite, or
+    others than those of a memory are missing."""
     options = {"trust_remote_code": False, "output_loading_info": True} | options
+    options = {"ignore_mismatched_sizes": True} | options  # its error says which in a log only
     files = model_files(path)
     model, info = AutoModelForCausalLM.from_pretrained(**files, **options)
     if "gguf_file" in files:  # the weights are plain numbers now, and are saved as such
         model.hf_quantizer = None
         vars(model.config).pop("quantization_config", None)
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise ValueError(
+            f"the weights of {path} are not those of the configuration: {name} is {[*found]}, and "
+            f"must be {[*wanted]}. Use a config.json that was saved with the weights."
+        )
     new = tuple(f"{layer}.{name}" for layer in memory_layers(model) for name in PARAMETERS)
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(new))
     if missing:  # transformers randomly initialises them

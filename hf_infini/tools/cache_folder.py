@@ -122,6 +122,6 @@ def _about(paths: list[Path]) -> dict[str, Any]:
     file = next((path for path in paths if path.suffix == ".json"), None)
     try:
         about = json.loads(file.read_text("utf-8")) if file else {}
-    except ValueError:  # damaged: listed without it
+    except (OSError, ValueError):  # damaged: listed without it
         about = {}
     return about if isinstance(about, dict) else {}

@@ -56,6 +56,8 @@ def read_document(path: str | Path) -> str:
     A PDF that is damaged, but has text, is read with a warning.
     """
     path = Path(path)
+    if path.is_char_device():  # some never end
+        raise ValueError(f"{path} is a device and no file: give text, Markdown, HTML or PDF.")
     content, kind = path.read_bytes(), path.suffix.lower()
     if kind == ".pdf" or content.startswith(b"%PDF-"):
         text, hint = _pdf_text(content, path), "Pages that are pictures need OCR first."

@@ -40,19 +40,22 @@ class Ended(Exception):
 def while_(
     doing: str,
     subject: object = "",
-    remedy: str = "",
+    remedy: str | Callable[[], str] = "",
     kept: str | Callable[[], str] = "nothing was kept",
 ) -> Iterator[None]:
-    """Makes what ends the block an [`Ended`], of the innermost step; arguments as there, and `kept`
-    may be asked for when it is needed."""
+    """Makes what ends the block an [`Ended`], of the innermost step; arguments as there, and
+    `remedy` and `kept` may be asked for when they are needed."""
     try:
         yield
     except (Ended, SystemExit, GeneratorExit, BrokenPipeError):
         raise
     # also Ctrl-C, and the panics of libraries in Rust
     except BaseException as error:
-        left = kept if isinstance(kept, str) else kept()
-        raise Ended(doing, str(subject), remedy, left) from error
+        stopped = isinstance(error, KeyboardInterrupt)  # then one is told, and else the other
+        needed = kept if stopped else remedy
+        said = needed if isinstance(needed, str) else needed()
+        told = ("", said) if stopped else (said, "")
+        raise Ended(doing, str(subject), *told) from error
 
 
 def say(message: str) -> None:
@@ -80,7 +83,9 @@ def run(app: Callable[..., object]) -> None:
             given = app(args=words or ["--help"], prog_name="hf-infini", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
-        status, message = given if isinstance(given, int) else 0 if words else 2, ""
+        status, message = given if isinstance(given, int) else 0, ""
+        if not words:  # its help, as for words that are missing
+            status = 2
         if status == 130:  # Ctrl-C outside of all steps
             message = "stopped"
     except BaseException as error:

@@ -3,9 +3,7 @@ chat."""
 
 import contextlib
 import copy
-import glob
 import hashlib
-import json
 import os
 import sys
 import time
@@ -228,13 +226,6 @@ class Reader:
         self.document, self._document = text, marked
         return cache
 
-    def name_of(self, text: str) -> str:
-        """A name for the memory file of a document: the same for the same weights, options,
-        tokenizer, chat template and text, wherever the model lies. Hashes the weights."""
-        head, _ = self._rendered_parts([{"role": "user", "content": ""}], True)
-        facts = [describe_model(self.model), fingerprint(self.tokenizer), head, _checked(text)]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
     @check_types
     def generate(self, texts: str | Sequence[str], **options) -> list[str]:
         """What the model goes on with after each of the texts, which may begin alike; ValueError
@@ -317,17 +308,16 @@ class Reader:
             known, before = self._longest([begun])[0]
             cache = self._read_on(copy.copy(before), self._encode(begun[len(known) :]), True)
             self.documents.append((begun, cache))
-        if self.tokenizer.chat_template is None:  # a model of plain text would go on with questions
+        if not self.tokenizer.chat_template:  # a model of plain text would go on with questions
             options = {"stop_strings": ["\n"], "tokenizer": self.tokenizer} | options
         return self._answers([begun + rest], options)[0].strip()
 
     def rendered(self, messages: Sequence[dict[str, str]]) -> str:
         """The messages as a text, up to where the answer begins; ValueError where the template
         does not take them."""
-        how: dict[str, Any] = {
-            "chat_template": self.tokenizer.chat_template or PLAIN_TEMPLATE,
-            "tokenize": False,
-        }
+        how: dict[str, Any] = {"tokenize": False}
+        if not self.tokenizer.chat_template:  # which may be several, by their names
+            how["chat_template"] = PLAIN_TEMPLATE
         try:
             text: Any = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, **how
@@ -348,13 +338,19 @@ class Reader:
         what is said that spells special tokens."""
         own, shown = uuid.uuid4().hex, []
         names = {own: self._document} if document else {}
-        place = next((n for n, turn in enumerate(messages) if turn.get("role") == "user"), None)
+        for turn in messages:
+            of_turn = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else ()
+            silent = of_turn == ("assistant", None)  # such as one that calls a tool
+            if not silent and [*map(type, of_turn)] != [str, str]:
+                raise TypeError(
+                    "messages must have a role and a content, which are texts, such as "
+                    f"{{'role': 'user', 'content': 'Who?'}}; got {turn!r:.200}."
+                )
+        place = next((n for n, turn in enumerate(messages) if turn["role"] == "user"), None)
         if place is None:
             raise ValueError("give at least one message whose role is user.")
         for number, turn in enumerate(messages):
             said = turn.get("content")
-            if "role" not in turn or not isinstance(said, str | None):
-                raise TypeError(f"a message must have a role, and text as its content; got {turn}.")
             if turn["role"] != "system" and said and (plain := self._plain(said)) != said:
                 said = uuid.uuid4().hex
                 names[said] = plain
@@ -494,9 +490,7 @@ def _only_reader(file: Path) -> Iterator[None]:
         yield
     finally:
         if file.exists():
-            partial = _partial_of(file)
-            for left in (partial, *file.parent.glob(f"{glob.escape(partial.name)}.*.part")):
-                left.unlink(missing_ok=True)
+            _partial_of(file).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # on Windows an open file cannot be removed
                 _lock_of(file).unlink(missing_ok=True)
         lock.release()

@@ -17,6 +17,7 @@ from decoders import decoder
 from hf_infini import InfiniCache, command, estimate, load_adapter, patch_model
 from hf_infini.cache.files import read_memory_file
 from hf_infini.compat.cache_name import CACHE
+from hf_infini.tools import ready
 from hf_infini.tools.asking_rows import asking_rows, fact_forms
 from hf_infini.tools.documents import read_document
 from models import gpt2, token_ids
@@ -211,10 +212,8 @@ def test_ask_reads_once(folders, run, tmp_path):
 
 
 def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        command, "WINDOW", {"segment_length": 16, "local_segments": 1, "sink_tokens": 2}
-    )
-    monkeypatch.setattr(command, "KEPT_TOKENS", 24)
+    monkeypatch.setattr(ready, "WINDOW", ready.WINDOW | {"segment_length": 16, "sink_tokens": 2})
+    monkeypatch.setattr(ready, "KEPT_TOKENS", 24)
     words = [folders["plain"], folders["play.txt"], "--device", "cpu"]
     first = run("ask", *words, "-q", "Who?", "--max-new-tokens", 3)
     assert "fitting which tokens are worth keeping" in first.err
@@ -256,9 +255,7 @@ def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
 
 
 def test_a_gpt2_reads_texts_longer_than_its_positions(folders, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        command, "WINDOW", {"segment_length": 16, "local_segments": 1, "sink_tokens": 2}
-    )
+    monkeypatch.setattr(ready, "WINDOW", ready.WINDOW | {"segment_length": 16, "sink_tokens": 2})
     tokenizer = AutoTokenizer.from_pretrained(folders["plain"])
     model = gpt2(vocab_size=400, n_positions=300, pad_token_id=tokenizer.pad_token_id)
     for part in (model, tokenizer):

@@ -4,6 +4,7 @@ no file of the user's is changed."""
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -124,6 +125,25 @@ BROKEN_MODELS = {
 }
 
 
+JSON_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", ["[]", "null", "3", "{"])
+@pytest.mark.parametrize("name", [*JSON_FILES, WEIGHTS])
+def test_the_damaged_file_of_a_model_is_named(name, content, folders, run, tmp_path):
+    model = shutil.copytree(folders["memory"], tmp_path / "model")
+    text(name, content)(model)
+    words = ["ask", model, folders["play.txt"], "-q", "Who?", "--max-new-tokens", 2]
+    if (name, content) == (JSON_FILES[-1], "{"):  # which transformers does without
+        run(*words)
+    else:
+        refused(run, words, f" {model / name} is ", "get it again, or save it again")
+
+
+SHAPES = ("more tokens", "fewer tokens", "wider")  # in the configuration
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BROKEN_MODELS)
 def test_a_broken_model_is_told_in_one_line(kind, folders, run, tmp_path):
@@ -131,7 +151,10 @@ def test_a_broken_model_is_told_in_one_line(kind, folders, run, tmp_path):
     BROKEN_MODELS[kind](model)
     before = contents(model)
     for words in commands_of(model, folders, tmp_path, "--adapter", folders["adapter"]).values():
-        refused(run, words, model)
+        line = refused(run, words, model)
+        assert "huggingface.co" not in line and "above" not in line
+        if kind in SHAPES:
+            assert re.search(r" [\w.]+ is \[\d+, \d+\], and must be \[\d+, \d+\]\.", line)
     assert contents(model) == before and not (tmp_path / "kept").exists()
     assert {path.name for path in tmp_path.iterdir()} <= {"model"}
 
@@ -150,6 +173,7 @@ BROKEN_ADAPTERS = {
     "no weights": lambda folder: (folder / "infini_adapter.safetensors").unlink(),
     "LoRA of nothing": text("adapter_config.json", "{}"),
     "LoRA null": text("adapter_config.json", "null"),
+    "a file": lambda folder: [shutil.rmtree(folder), folder.write_text("x")],
     "nothing": lambda folder: [file.unlink() for file in folder.iterdir()],
 }
 
@@ -161,7 +185,7 @@ def test_a_broken_adapter_is_told_in_one_line(kind, folders, run, tmp_path):
     BROKEN_ADAPTERS[kind](adapter)
     before, model = contents(tmp_path), folders["plain"]
     for words in commands_of(model, folders, tmp_path, "--adapter", adapter).values():
-        refused(run, words, adapter)
+        assert "huggingface.co" not in refused(run, words, adapter)
     assert contents(tmp_path) == before
 
 
@@ -255,7 +279,11 @@ def test_a_name_that_nobody_has_says_both(name, run, tmp_path, monkeypatch):
     refused(run, ["estimate", name], name, f"There is no folder {name} in {tmp_path}, either.")
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "t5", "bart", "opt", "mamba"])
+OTHER_FAMILIES = ["bert", "roberta", "electra", "t5", "bart", "opt", "mamba"]
+OTHER_FAMILIES += ["bloom", "mpt", "ctrl", "cpmant", "xlnet"]  # without rotary positions
+
+
+@pytest.mark.parametrize("kind", OTHER_FAMILIES)
 def test_an_estimate_of_a_model_without_such_layers_is_refused(kind, run, tmp_path):
     text("config.json", json.dumps({"model_type": kind}))(tmp_path)
     refused(run, ["estimate", tmp_path], "cannot have Infini-attention")
@@ -269,8 +297,24 @@ def test_options_that_would_do_nothing_are_refused(folders, run, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+def test_without_words_it_shows_its_help_and_fails(run):
+    for words in ([], ["--traceback"]):
+        assert "Usage: hf-infini" in run(*words, status=2).out
+
+
 # --- outputs
 # --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/dev/null").is_char_device(), reason="needs /dev/null")
+def test_a_device_is_neither_read_nor_written(folders, run):
+    """Some never end."""
+    device, model, document = "/dev/null", folders["memory"], folders["play.txt"]
+    refused(run, ["ask", model, document, "--memory", device], device, "is no file and no folder")
+    for name in ("read", "inspect"):
+        refused(run, [name, model, document, "--out", device], device, "is no file and no folder")
+        refused(run, [name, model, device, "--out", "out"], device, "is a device and no file")
+    refused(run, ["continue", model, device, "more"], device, "is a device and no file")
 
 
 def test_nothing_is_written_over_what_is_read(folders, run, tmp_path):
@@ -321,6 +365,17 @@ def test_a_full_disk_and_a_closed_pipe_end_quietly(folders):
         assert len(said) == lines and "Traceback" not in done.stderr, done.stderr
 
 
+def test_what_a_link_leads_to_is_written(folders, run, tmp_path):
+    words = ["inspect", folders["memory"], folders["play.txt"], "--max-tokens", 9, "--out"]
+    (tmp_path / "page.html").write_text("old")
+    (tmp_path / "link").symlink_to("page.html")
+    run(*words, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "page.html").stat().st_size > 1000
+    (tmp_path / "round").symlink_to("round")
+    run(*words, tmp_path / "round")  # to nothing
+    assert not (tmp_path / "round").is_symlink() and (tmp_path / "round").is_file()
+
+
 # --- interruptions
 # --------------------------------------------------------------------------------------------------
 
@@ -328,13 +383,29 @@ def test_a_full_disk_and_a_closed_pipe_end_quietly(folders):
 @pytest.mark.parametrize(
     ("target", "words", "left"),
     [
-        ("fit_keep_score", ["fit", "plain", "DOC", "--out", "OUT"], "nothing is kept of a fit"),
-        ("read_documents", ["read", "memory", "DOC", "--out", "OUT"], "nothing was kept"),
-        ("load_causal_lm", ["ask", "memory", "DOC"], "while loading the model"),
-        ("Reader.read", ["read", "memory", "DOC", "--out", "OUT"], "the same command begins again"),
-        ("Reader.chat", ["ask", "memory", "DOC", "-q", "Who?"], "is kept: nothing is read again"),
-        ("inspect_attention", ["inspect", "memory", "DOC", "--out", "OUT"], "nothing was kept"),
-        ("load_config", ["estimate", "memory"], "while reading the configuration"),
+        (
+            "tools.ready.fit_keep_score",
+            ["fit", "plain", "DOC", "--out", "OUT"],
+            "nothing is kept of a fit",
+        ),
+        ("command.read_documents", ["read", "memory", "DOC", "--out", "OUT"], "nothing was kept"),
+        ("tools.ready.load_causal_lm", ["ask", "memory", "DOC"], "while loading the model"),
+        (
+            "command.Reader.read",
+            ["read", "memory", "DOC", "--out", "OUT"],
+            "the same command begins again",
+        ),
+        (
+            "command.Reader.chat",
+            ["ask", "memory", "DOC", "-q", "Who?"],
+            "is kept: nothing is read again",
+        ),
+        (
+            "command.inspect_attention",
+            ["inspect", "memory", "DOC", "--out", "OUT"],
+            "nothing was kept",
+        ),
+        ("command.load_config", ["estimate", "memory"], "while reading the configuration"),
     ],
 )
 def test_every_step_says_what_an_interruption_leaves(
@@ -343,7 +414,7 @@ def test_every_step_says_what_an_interruption_leaves(
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"{command.__name__}.{target}", stopped)
+    monkeypatch.setattr(f"hf_infini.{target}", stopped)
     names = {"DOC": folders["play.txt"], "OUT": tmp_path / "out"} | folders
     printed = run(*(names.get(word, word) for word in words), status=130)
     last = printed.err.splitlines()[-1]

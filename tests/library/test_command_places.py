@@ -157,16 +157,18 @@ def test_a_memory_is_found_by_the_weights_and_not_by_the_path(folders, run, tmp_
     assert not ask(folders["memory"])
 
 
+@pytest.mark.parametrize("kind", ["plain", "memory"])
 @pytest.mark.parametrize("part", ["weights", "options", "other"])
-def test_a_name_depends_on_weights_and_options_only(part, folders):
-    model, same = (AutoModelForCausalLM.from_pretrained(folders["plain"]) for _ in range(2))
-    same.config._name_or_path = "elsewhere"
+def test_a_name_depends_on_weights_and_options_only(part, kind, folders, tmp_path):
+    places = (folders[kind], shutil.copytree(folders[kind], tmp_path / "elsewhere"))
+    model, same = map(AutoModelForCausalLM.from_pretrained, places)
+    assert model.name_or_path != same.name_or_path
     before = key_of(model, "text")
     assert before == key_of(same, "text") == key_of(same.to(torch.float64), "text")
     if part == "weights":
-        next(reversed([*model.parameters()])).data.mul_(1.1)
+        next(model.parameters()).data.mul_(1.1)
     elif part == "options":
-        model.config.rms_norm_eps *= 2
+        model.config.initializer_range *= 2
     assert before != key_of(model, "text" if part != "other" else "texts")
 
 
@@ -187,6 +189,7 @@ def kept(folders, run, tmp_path) -> Path:
     (folder / "scores" / ("e" * 32)).mkdir(parents=True)
     (folder / "scores" / ("e" * 32) / "infini_adapter.json").write_text("{}")
     (folder / "scores" / f"{'e' * 32}.json").write_text('["damaged')
+    (folder / "memories" / f"{'c' * 32}.json").mkdir()
     return folder
 
 

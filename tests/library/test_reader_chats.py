@@ -166,9 +166,6 @@ def test_messages_that_no_answer_can_follow_are_refused(model, tokenizer):
     for messages in ([], [said("system", "Be brief.")], [said("assistant", "Hello.")]):
         with pytest.raises(ValueError, match="at least one message whose role is user"):
             reader.chat(messages)
-    for wrong in ([{"role": "user", "content": [{"text": "Who?"}]}], [{"content": "Who?"}]):
-        with pytest.raises((TypeError, ValueError), match="message"):
-            reader.chat([said("user", "Who?"), *wrong])
     for template, message in (
         ("{{ raise_exception('no system') }}", "does not take these messages .*no system"),
         ("{{ messages[9].role.x }}", "does not take these messages"),
@@ -182,6 +179,34 @@ def test_messages_that_no_answer_can_follow_are_refused(model, tokenizer):
     for read in (reader.read, reader.generate, reader.read_document):
         with pytest.raises(ValueError, match="half of a character at place 1"):
             read("a\ud800b")
+
+
+NO_TEXTS = [None, 3, b"Who?", ["Who?"], {}, [{"type": "text", "text": "Who?"}]]
+NO_MESSAGES = [*NO_TEXTS, "Who?", {"role": "user"}, {"content": "Who?"}]
+NO_MESSAGES += [{"role": role, "content": "Who?"} for role in NO_TEXTS]
+NO_MESSAGES += [{"role": "user", "content": content} for content in NO_TEXTS]
+
+
+@pytest.mark.parametrize("wrong", NO_MESSAGES, ids=repr)
+def test_what_is_no_message_is_refused_and_changes_nothing(wrong, model, tokenizer):
+    reader = Reader(model, tokenizer)
+    reader.read_document(TEXT, progress=False)
+    before = [*reader.texts, *reader.turns, *reader.documents]
+    for messages in ([wrong], [said("user", "Who?"), wrong]):
+        with pytest.raises(TypeError, match="messages"):
+            reader.chat(messages, **GREEDY)
+    assert [*reader.texts, *reader.turns, *reader.documents] == before
+
+
+def test_of_several_templates_the_default_one_is_used(model, tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = {"default": CHATML, "tool_use": "{{ raise_exception('no tools') }}"}
+    answers = []
+    for each in (tokenizer, other):
+        reader = Reader(model, each)
+        reader.read_document(TEXT, progress=False)
+        answers.append(reader.chat([said("user", "Who?")], **GREEDY))
+    assert answers[0] == answers[1]
 
 
 def test_a_model_without_a_template_takes_a_system_message(model, tokenizer):

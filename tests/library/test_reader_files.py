@@ -215,29 +215,6 @@ def test_no_room_for_a_part_is_said_and_the_reading_goes_on(
     assert failed == [24, 48, 72, 96] and [*tmp_path.iterdir()] == [file]
 
 
-def test_a_name_of_a_document_does_not_depend_on_the_models_place(
-    tmp_path, model, tokenizer, other_tokenizer
-):
-    from transformers import AutoModelForCausalLM
-
-    names = [make_reader(model, tokenizer).name_of(TEXT)]
-    for folder in ("one", "two"):
-        model.save_pretrained(tmp_path / folder)
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder).eval()
-        names.append(make_reader(loaded, tokenizer).name_of(TEXT))
-    assert len(set(names)) == 1
-    names.append(make_reader(model, tokenizer).name_of(TEXT[1:]))
-    names.append(make_reader(model, other_tokenizer).name_of(TEXT))
-    weights = infini_gpt2(1, vocab_size=len(tokenizer), position_encoding="segment", memory_conv=3)
-    names.append(make_reader(weights, tokenizer).name_of(TEXT))
-    tokenizer.chat_template = "{% for turn in messages %}{{ turn.content }}{% endfor %}!"
-    names.append(make_reader(model, tokenizer).name_of(TEXT))  # nothing else before the document
-    tokenizer.chat_template = "!{% for turn in messages %}{{ turn.content }}{% endfor %}"
-    names.append(make_reader(model, tokenizer).name_of(TEXT))
-    tokenizer.chat_template = None
-    assert names[-2] == names[0] and len(set(names)) == 5
-
-
 # --- real processes
 # --------------------------------------------------------------------------------------------------
 

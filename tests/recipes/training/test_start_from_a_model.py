@@ -81,5 +81,6 @@ def test_a_convolution_grows_by_taps_that_do_nothing_yet(taps, tmp_path):
 def test_no_tap_is_taken_away(tmp_path):
     saved(tmp_path, 2)
     config = build_config(ModelOptions(init_from=str(tmp_path), memory_conv=1), TOKENIZER, CONTEXT)
-    with pytest.raises(UserError, match="--init_from: .*ignore_mismatched_sizes"):
+    message = r"--init_from: .*memory_conv is \[2, 16\], and must be \[1, 16\]"
+    with pytest.raises(UserError, match=message):
         build_model(config, str(tmp_path))

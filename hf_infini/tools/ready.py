@@ -1,0 +1,126 @@
+"""A model with a memory, and its tokenizer, ready to read: from what the command was given, with an
+adapter where it has no memory, whose score is fitted where there is none."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..cache.tensor_files import FileKind
+from ..models.adapter import RECORD, load_adapter, merged, save_adapter
+from ..models.loading import find_folder, load_causal_lm, load_tokenizer
+from ..models.patching import patch_model, unpatch_model
+from . import cache_folder
+from .asking_rows import asking_rows
+from .keep_score import fit_keep_score
+from .one_line import say, while_
+from .outputs import check_output
+
+# of a plain model without an adapter
+WINDOW: dict[str, Any] = {"segment_length": 128, "local_segments": 1, "sink_tokens": 4}
+WINDOW |= {"update_rule": "none"}
+KEPT_TOKENS = 1788  # 2,048 places with these
+ROW = 1700  # tokens of a row of the fit, at most
+FILE = FileKind("JSON file of a model", "get it again, or save it again")
+
+
+def load_ready(
+    model: str,
+    adapter: str | None,
+    kept_tokens: int | None,
+    device: str,
+    dtype: str,
+    scores: Path,
+    text: str | None = None,
+):
+    """A model with a memory and its tokenizer.
+
+    Args:
+        model, adapter, kept_tokens, device, dtype: as the command takes them.
+        scores: the folder of fitted scores, by the model.
+        text: on which the score of a plain model may be fitted; `None`: ValueError where it would
+            have to be.
+    """
+    if adapter is not None:
+        find_folder(adapter, "adapter folder")  # before the model, which takes longer
+    net, tokenizer = load_saved(model, device, dtype)
+    if has_memory(model, net.config, adapter, kept_tokens):
+        return net, tokenizer
+    fitted = scores / cache_folder.key_of(net, "shares")  # of the model, and of how it is fitted
+    if adapter is None and not (fitted / RECORD).exists():  # the file that is written last
+        if text is None:
+            raise ValueError(
+                f"{model} has no memory: give the --adapter with which the text was read."
+            )
+        check_output("HF_HOME", fitted)
+        fit_score(net, tokenizer, text, fitted, KEPT_TOKENS)
+        cache_folder.note(fitted, model=model)
+        unpatch_model(net)
+    return adapted(net, adapter or str(fitted), kept_tokens).eval(), tokenizer
+
+
+def load_saved(model: str, device: str, dtype: str):
+    """A model as it was saved, on a device, and its tokenizer."""
+    option = f"--device {device}".rstrip()
+    with while_("using", option, "cpu can be used."):
+        found: Any = device
+        if device == "auto":
+            found = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        torch.ones(1, device=found).cpu()  # now, and not after the model is read
+    with while_("loading the model", model, lambda: what_helps(model)):
+        net: Any = load_causal_lm(model, dtype=dtype)
+        tokenizer = load_tokenizer(model, net)
+    with while_("moving the model to", option, "cpu can be used."):
+        return net.eval().to(found), tokenizer
+
+
+def has_memory(model: str, config, adapter: str | None, kept_tokens: int | None) -> bool:
+    """Whether a model has a memory; ValueError where it has one and options of one are given."""
+    if not hasattr(config, "infini_layers"):
+        return False
+    if adapter is not None or kept_tokens is not None:
+        raise ValueError(
+            f"{model} has the options of its memory: leave --adapter and --kept-tokens out."
+        )
+    return True
+
+
+def adapted(net, adapter: str, kept_tokens: int | None):
+    """A plain model with an adapter's memory, and PEFT's adapter in its weights."""
+    with while_("loading the adapter", adapter, lambda: what_helps(adapter)):
+        place = find_folder(adapter, "adapter folder") or adapter
+        return merged(load_adapter(net, str(place), kept_tokens=kept_tokens))
+
+
+def fit_score(net, tokenizer, text: str, folder: Path, kept_tokens: int) -> None:
+    """Gives a plain model a window and kept tokens, fits their score, and writes it."""
+    if hasattr(net.config, "infini_layers"):
+        raise ValueError("this model has a memory already; a score is fitted for a plain one.")
+    options = WINDOW | {"kept_tokens": kept_tokens, "keep_score": "learned"}
+    if net.config.model_type == "gpt2":
+        options["position_encoding"] = "segment"  # texts longer than its positions
+    patch_model(net, **options)
+    say("fitting which tokens are worth keeping; this is done once for a model")
+    again = "nothing is kept of a fit: the same command begins it again"
+    with while_("fitting into", folder, "--adapter takes a score that was fitted before.", again):
+        length = min(ROW, net.config.max_position_embeddings)
+        fit_keep_score(net, asking_rows(tokenizer, text, length=length))
+        save_adapter(net, folder, torch.bfloat16)
+
+
+def what_helps(name: str) -> str:
+    """What helps where something cannot be loaded: which file is damaged, if one is."""
+    place = Path(name).expanduser()
+    if not place.exists():
+        return f"There is no folder {name} in {Path.cwd()}, either."
+    for file in sorted(place.glob("*.json")) + sorted(place.glob("*.safetensors")):
+        try:
+            if file.suffix == ".json":
+                FILE.object_of(file, file.read_bytes())
+            else:
+                safe_open(file, "pt")
+        except (OSError, ValueError, SafetensorError) as error:
+            said = str(error)
+            return said if str(file) in said else f"{file} is damaged ({said}): {FILE.remedy}."
+    return "Its files may be of several versions, or of a kind that cannot be taken."
