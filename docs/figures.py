@@ -247,6 +247,7 @@ def options_cost() -> str:
         "… `segment_length=32`": dict(segment_length=32),
         '… `update_rule="delta"`': dict(update_rule="delta"),
         '… `update_rule="gated_delta"`': dict(update_rule="gated_delta"),
+        '… `update_rule="none"`': dict(update_rule="none"),
         '… `feature_map="exp"`': dict(feature_map="exp"),
         "… `local_segments=1`": dict(local_segments=1),
         "… `memory_conv=3`": dict(memory_conv=3),

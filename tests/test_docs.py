@@ -123,6 +123,9 @@ FOUND = {
     "vLLM": "libraries",
     "PDF": "ask inicio-rapido",
     "kvpress": "which",
+    "GGUF": "ask libraries",
+    "traceback": "ask",
+    "cache_tokens": "options",
 }
 
 
