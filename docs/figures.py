@@ -247,6 +247,7 @@ def options_cost() -> str:
         "… `segment_length=32`": dict(segment_length=32),
         '… `update_rule="delta"`': dict(update_rule="delta"),
         '… `update_rule="gated_delta"`': dict(update_rule="gated_delta"),
+        '… `update_rule="none"`': dict(update_rule="none"),
         '… `feature_map="exp"`': dict(feature_map="exp"),
         "… `local_segments=1`": dict(local_segments=1),
         "… `memory_conv=3`": dict(memory_conv=3),
@@ -333,7 +334,7 @@ def estimates() -> str:
         "Qwen3-8B": ("qwen3", 36, 32, 8, 128),
         "Gemma-3-4B: most layers have windows of 1,024": ("gemma3_text", 34, 8, 4, 256),
     }
-    options = dict(segment_length=128, local_segments=1, sink_tokens=4, kept_tokens=764)
+    options = dict(cache_tokens=1024, keep_score="learned")
     rows = []
     for name, (kind, layers, heads, groups, width) in sizes.items():
         shape = dict(

@@ -84,7 +84,9 @@ leads because its softmax sees 128 tokens at most, which is less to learn: train
 What lasts is in the rows of 8,192 tokens, eight times the trained length: its perplexity holds and its cache does not grow, while the
 cache of self-attention grows with every token.
 
-Kept tokens need no training. Next, give them to a model that you have, a folder or a name on the Hub, and ask it about a document:
+Kept tokens need no training. Next, give them to a model that you have, a folder, a GGUF file or a name on the Hub, and ask it about a document:
 
     .venv/bin/hf-infini ask Qwen/Qwen2.5-Coder-1.5B-Instruct docs/which.md -q "When should I take the plain cache?"
+
+In Python: hf_infini.patch_model(model, cache_tokens=512, keep_score="learned") (docs/quickstart.md).
 END

