@@ -13,7 +13,6 @@ every row needs no grid: [`StepLayout`] in step.py.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,9 +73,9 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GridLayout(Layout):
-    """A layout in a grid. The memory takes in the grid *delayed* by the `w` segments after which
-    one leaves the window."""
+class Grid(Layout):
+    """Which token is where in the grid. The memory takes in the grid *delayed* by the `w` segments
+    after which one leaves the window."""
 
     batch: int
     tokens: int
@@ -97,19 +96,6 @@ class GridLayout(Layout):
     source: Tensor | None = None
     # `[batch, carried + tokens]`, the row's slot in the grid; −1: padding; with `source`
     target: Tensor | None = None
-    # Which rows of (the state's window up to `carried_to`, new tokens) are the sinks that each
-    # segment sees, `[batch or 1, segments or 1, S]`, and the next state's window, `[batch,
-    # places]`; −1: none
-    sink_rows: Any = None
-    window_rows: Any = None
-    # `[batch, segments, slots]` bool, which tokens never reach the memory; `None`: all do
-    skipped: Tensor | None = None
-    # `[batch or 1, segments, slots]` bool, which slots of the delayed grid leave the window
-    written: Any = None
-    # `[batch, segments + 1]`, int64: how many tokens of its document have left the window, into the
-    # memory or to be kept, when each segment, and the row's next token, is read
-    left: Any = None
-    most_kept: int = 0  # how many tokens are kept at most when a segment is read
 
     def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
         """`new [batch, heads, tokens, dim]` and the window (`None`: zeros) as `[batch, segments,
@@ -134,53 +120,15 @@ class GridLayout(Layout):
             rows = gather(rows, self.target)
         return rows[:, self.carried : self.carried + self.tokens].transpose(1, 2)
 
-    def next_window(self, new: Tensor, window: Tensor) -> Tensor:
-        """The next state's window, but for what is kept, of the call's tokens and the window,
-        `[batch, heads, …, dim]`."""
-        return self._rows(new, window, self.window_rows).transpose(1, 2).contiguous()
-
-    def sinks(self, new: Tensor, window: Tensor) -> Tensor:
-        """The sinks that segments see, `[batch, segments or 1, S, heads, dim]`; arguments as of
-        `next_window`."""
-        return self._rows(new, window, self.sink_rows)
-
-    def _rows(self, new: Tensor, window: Tensor, index: Tensor) -> Tensor:
-        """The rows of window and new tokens at `index` `[batch or 1, …]`, `[batch, …, heads, dim]`,
-        zero at −1."""
+    def rows_at(self, index: Tensor, new: Tensor, window: Tensor) -> Tensor:
+        """The rows of the state's window and the call's tokens, `[batch, heads, …, dim]`, at
+        `index` `[batch or 1, …]`: `[batch, …, heads, dim]`, zero at −1."""
         rows = torch.cat([window[:, :, : self.carried_to], new], 2) if self.carried_to else new
         batch = torch.arange(self.batch, device=rows.device).view(-1, *(1,) * (index.dim() - 1))
         # Advanced indices, whose gradient is summed in a fixed order
         return rows.transpose(1, 2)[batch, index.clamp(min=0)].masked_fill(
             (index < 0)[..., None, None], 0
         )
-
-    @property
-    def writes_all(self) -> bool:
-        """Whether all slots are `written`, which saves a pass over the keys: whole segments of
-        plain rows."""
-        plain = (
-            self.source is None
-            and self.skipped is None
-            and not (self.window.local_segments or self.window.ahead)
-        )
-        return plain and self.carried + self.tokens == self.segments * self.window.segment_length
-
-    def windows(self, new: Tensor, window: Tensor) -> Tensor:
-        """What the queries of each segment see, but for what is kept, `[batch, segments, heads, S +
-        (w + 1) · slots, dim]`: sinks, then the segments of the window, the oldest first. Arguments
-        as of `next_window`."""
-        grid = pad(self.to_grid(new, window), (0,) * 6 + (self.window.local_segments, 0)).transpose(
-            2, 3
-        )
-        parts = [
-            grid[:, shift : shift + self.segments]
-            for shift in range(self.window.local_segments + 1)
-        ]
-        if self.window.sink_tokens:
-            parts.insert(
-                0, self.sinks(new, window).expand(-1, self.segments, -1, -1, -1).transpose(2, 3)
-            )
-        return torch.cat(parts, 3)
 
     @property
     def query_places(self) -> slice:
@@ -255,6 +203,63 @@ class GridLayout(Layout):
         document; `None`: it is."""
         reading = self.document[:, begin : end + 1]
         return reading[:, 1:] == reading[:, :-1] if self.packed else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridLayout(Grid):
+    """A grid, and what its segments see and what leaves their windows."""
+
+    # Which rows of (the state's window up to `carried_to`, new tokens) are the sinks that each
+    # segment sees, `[batch or 1, segments or 1, S]`, and the next state's window, `[batch,
+    # places]`; −1: none
+    sink_rows: Tensor
+    window_rows: Tensor
+    # `[batch, segments, slots]` bool, which tokens never reach the memory; `None`: all do
+    skipped: Tensor | None
+    # `[batch or 1, segments, slots]` bool, which slots of the delayed grid leave the window
+    written: Tensor
+    # `[batch, segments + 1]`, int64: how many tokens of its document have left the window, into the
+    # memory or to be kept, when each segment, and the row's next token, is read
+    left: Tensor
+    most_kept: int  # how many tokens are kept at most when a segment is read
+
+    def next_window(self, new: Tensor, window: Tensor) -> Tensor:
+        """The next state's window, but for what is kept, of the call's tokens and the window,
+        `[batch, heads, …, dim]`."""
+        return self.rows_at(self.window_rows, new, window).transpose(1, 2).contiguous()
+
+    def sinks(self, new: Tensor, window: Tensor) -> Tensor:
+        """The sinks that segments see, `[batch, segments or 1, S, heads, dim]`; arguments as of
+        `next_window`."""
+        return self.rows_at(self.sink_rows, new, window)
+
+    @property
+    def writes_all(self) -> bool:
+        """Whether all slots are `written`, which saves a pass over the keys: whole segments of
+        plain rows."""
+        plain = (
+            self.source is None
+            and self.skipped is None
+            and not (self.window.local_segments or self.window.ahead)
+        )
+        return plain and self.carried + self.tokens == self.segments * self.window.segment_length
+
+    def windows(self, new: Tensor, window: Tensor) -> Tensor:
+        """What the queries of each segment see, but for what is kept, `[batch, segments, heads, S +
+        (w + 1) · slots, dim]`: sinks, then the segments of the window, the oldest first. Arguments
+        as of `next_window`."""
+        grid = pad(self.to_grid(new, window), (0,) * 6 + (self.window.local_segments, 0)).transpose(
+            2, 3
+        )
+        parts = [
+            grid[:, shift : shift + self.segments]
+            for shift in range(self.window.local_segments + 1)
+        ]
+        if self.window.sink_tokens:
+            parts.insert(
+                0, self.sinks(new, window).expand(-1, self.segments, -1, -1, -1).transpose(2, 3)
+            )
+        return torch.cat(parts, 3)
 
 
 def last_position(

@@ -5,7 +5,7 @@ larger than it must be. Inside of one are steps without positions and rows that 
 each, whose sizes follow from the arguments' shapes.
 """
 
-from dataclasses import replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ...options import Window
 from ..checks import bool_mask, check_shapes, check_window
 from ..state import InfiniState
-from .base import GridLayout, last_position, pad
+from .base import Grid, GridLayout, last_position, pad
 from .step import StepLayout, step_layout
 
 
@@ -79,12 +79,9 @@ def segment_layout(
         form = _indexed_form(window, *masks, known, any(seen))
     before = torch.full_like(form["tokens_seen"], -1) if state is None else state.last_position
     last = last_position(tokens, real, position_ids, before)
-    layout = _with_rows(
-        GridLayout(
-            window=window, **form, batch=batch, tokens=tokens, begun=any(seen), last_position=last
-        )
-    )
-    return _with_memory(layout, memory_mask, state, reads)
+    shape: dict[str, Any] = {"window": window, "batch": batch, "tokens": tokens}
+    grid = Grid(**shape, **form, begun=any(seen), last_position=last)
+    return _with_windows(grid, memory_mask, state, reads)
 
 
 _layout_outside_graph = torch.compiler.disable(
@@ -101,7 +98,7 @@ def _plain_form(
     seen: int,
     device: torch.device | None,
 ) -> dict[str, Any]:
-    """Fields of a [`GridLayout`] of one document in every row, without padding; `seen`: its tokens
+    """Fields of a [`Grid`] of one document in every row, without padding; `seen`: its tokens
     before this call."""
     length, local = window.segment_length, window.local_segments
     base = min(local, seen // length)  # grid segment that the next token falls into
@@ -122,7 +119,7 @@ def _plain_form(
 def _indexed_form(
     window: Window, real: Tensor, restart: Tensor, seen: Tensor, begun: bool
 ) -> dict[str, Any]:
-    """Fields of a [`GridLayout`] of any rows; `seen`: `[batch]`, tokens of the document before;
+    """Fields of a [`Grid`] of any rows; `seen`: `[batch]`, tokens of the document before;
     begun: whether any is."""
     length, local = window.segment_length, window.local_segments
     (batch, tokens), device = real.shape, real.device
@@ -177,8 +174,8 @@ def _indexed_form(
     }
 
 
-def _with_rows(layout: GridLayout) -> GridLayout:
-    """The layout with [`GridLayout.sink_rows`] and [`GridLayout.window_rows`]."""
+def _rows(layout: Grid) -> tuple[Tensor, Tensor]:
+    """[`GridLayout.sink_rows`] and [`GridLayout.window_rows`]."""
     length, local, sinks, kept = layout.window
     source, places = (
         layout.source,
@@ -205,33 +202,48 @@ def _with_rows(layout: GridLayout) -> GridLayout:
     row = rows_of(last, (ended // length - local) * length + places[: (local + 1) * length])
     rows = F.pad(torch.where(row < 0, -1, row + before), (kept, 0), value=-1)
     rows = torch.cat([sink_rows[:, -1], rows], 1).expand(layout.batch, -1)
-    return replace(
-        layout,
-        sink_rows=sink_rows[:, :-1] if layout.source is not None else sink_rows,
-        window_rows=rows,
+    return sink_rows[:, :-1] if layout.source is not None else sink_rows, rows
+
+
+def _with_windows(
+    grid: Grid, memory_mask: Tensor | None, state: InfiniState | None, reads: bool
+) -> GridLayout:
+    """The layout of a grid; `reads`: whether values may be read back from the device."""
+    batch, device, skipped, next_skipped = grid.batch, grid.tokens_seen.device, None, None
+    before, written, (sink_rows, window_rows) = None, _leaving(grid), _rows(grid)
+    if state is not None:
+        before = state.local_skipped
+    if memory_mask is not None or before is not None:
+        shape = (batch, grid.tokens if memory_mask is None else grid.window.places)
+        nothing = torch.zeros(shape, dtype=torch.bool, device=device)
+        new = (nothing if memory_mask is None else ~memory_mask)[:, None, :, None]
+        before = (nothing if before is None else before)[:, None, :, None]
+        next_skipped = grid.rows_at(window_rows, new, before)[:, :, 0, 0]
+        skipped = grid.to_grid(new, before)[..., 0, 0]
+        written = written & ~grid.delay(skipped)
+    left = _left(grid, written, state)
+    most_kept = grid.window.kept_tokens
+    if most_kept and reads:  # short rows do not attend to empty places
+        most_kept = min(most_kept, int(left[:, :-1].max()))
+    known: dict[str, Any] = {field.name: getattr(grid, field.name) for field in fields(grid)}
+    known |= {
+        "memory_tokens": (left[:, -1] - grid.window.kept_tokens).clamp(min=0),
+        "next_skipped": next_skipped,
+    }
+    return GridLayout(
+        **known,
+        sink_rows=sink_rows,
+        window_rows=window_rows,
+        skipped=skipped,
+        written=written,
+        left=left,
+        most_kept=most_kept,
     )
 
 
-def _with_memory(
-    layout: GridLayout, memory_mask: Tensor | None, state: InfiniState | None, reads: bool
-) -> GridLayout:
-    """The layout that knows which tokens of the call and of the state's window the memory skips,
-    and how many it holds; `reads`: whether values may be read back from the device."""
-    batch, device, skipped, next_skipped = layout.batch, layout.tokens_seen.device, None, None
-    window, written = None if state is None else state.local_skipped, _leaving(layout)
-    if memory_mask is not None or window is not None:
-        shape = (batch, layout.tokens if memory_mask is None else layout.window.places)
-        nothing = torch.zeros(shape, dtype=torch.bool, device=device)
-        new, window = (
-            nothing if memory_mask is None else ~memory_mask,
-            nothing if window is None else window,
-        )
-        new, window = (part[:, None, :, None] for part in (new, window))
-        next_skipped, skipped = (
-            layout.next_window(new, window)[:, 0, :, 0],
-            layout.to_grid(new, window)[..., 0, 0],
-        )
-        written = written & ~layout.delay(skipped)
+def _left(grid: Grid, written: Tensor, state: InfiniState | None) -> Tensor:
+    """[`GridLayout.left`]."""
+    batch, device = grid.batch, grid.tokens_seen.device
     before = (
         torch.zeros(batch, dtype=torch.long, device=device)
         if state is None
@@ -239,25 +251,13 @@ def _with_memory(
     )
     total = pad(written.sum(-1), (1, 0)).cumsum(1)
     # the delayed segment that takes in a document's first
-    first = (layout.document + layout.window.local_segments).clamp(min=0)
-    first = first.minimum(torch.arange(layout.segments + 1, device=device))
-    continued = layout.document == layout.document[:, :1]
-    left = total - total.gather(1, first) + continued * before.unsqueeze(1)
-    after = (left[:, -1] - layout.window.kept_tokens).clamp(min=0)
-    most_kept = layout.window.kept_tokens
-    if most_kept and reads:  # short rows do not attend to empty places
-        most_kept = min(most_kept, int(left[:, :-1].max()))
-    found = {
-        "skipped": skipped,
-        "next_skipped": next_skipped,
-        "written": written,
-        "left": left,
-        "most_kept": most_kept,
-    }
-    return replace(layout, memory_tokens=after, **found)
+    first = (grid.document + grid.window.local_segments).clamp(min=0)
+    first = first.minimum(torch.arange(grid.segments + 1, device=device))
+    continued = grid.document == grid.document[:, :1]
+    return total - total.gather(1, first) + continued * before.unsqueeze(1)
 
 
-def _leaving(layout: GridLayout) -> Tensor:
+def _leaving(layout: Grid) -> Tensor:
     """[`GridLayout.written`], with skipped tokens."""
     document, last = layout.document[:, :-1], layout.document[:, -1:]
     # Grid index of the next token's segment
