@@ -1,6 +1,7 @@
 """What ends the command early: whatever is broken, one line that says what and where, a status, and
 no file of the user's is changed."""
 
+import functools
 import json
 import math
 import os
@@ -19,7 +20,9 @@ from bad_input import contents
 from commands import command_in, save_models
 from decoders import fitted
 from hf_infini import command, patch_model, save_adapter
+from hf_infini.cache.files import read_memory_file
 from hf_infini.models.loading import find_folder
+from hf_infini.tools import reader
 from hf_infini.tools.one_line import Ended, one_line, while_
 
 WEIGHTS = "model.safetensors"
@@ -419,6 +422,28 @@ def test_every_step_says_what_an_interruption_leaves(
     printed = run(*(names.get(word, word) for word in words), status=130)
     last = printed.err.splitlines()[-1]
     assert last.startswith("stopped while ") and left in last and not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_reading_says_what_is_kept_and_goes_on(folders, run, tmp_path, monkeypatch):
+    calls, decoder_of = [], reader.decoder_of
+
+    def stopped(model, *_):
+        calls.append(model)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return decoder_of(model)
+
+    monkeypatch.setattr(reader, "decoder_of", stopped)
+    monkeypatch.setattr(command, "Reader", functools.partial(reader.Reader, chunk=64))
+    out, partial = tmp_path / "memory", tmp_path / "memory.partial"
+    words = ["read", folders["memory"], folders["play.txt"], "--out", out]
+    last = run(*words, status=130).err.splitlines()[-1]
+    assert f"{partial} has what was read" in last and read_memory_file(partial)[0]["columns"] == 64
+    run(*words)
+    assert [*tmp_path.iterdir()] == [out]
+    calls[:] = [None]
+    monkeypatch.setattr(reader.Reader, "_load", stopped)
+    assert f"{out} is kept" in run(*words, status=130).err.splitlines()[-1]
 
 
 def test_a_chat_goes_on_after_a_stopped_answer_and_ends_as_input_does(folders, run, monkeypatch):
