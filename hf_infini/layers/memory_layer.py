@@ -195,7 +195,11 @@ class MemoryLayerMixin(nn.Module):
             if exchange is not None:
                 before = exchange.received_state(self.layer_idx, before, tokens)
             gate = self.gate() if rule.holds else None
-            wanted = {"return_state": cached is not None, "in_place": not torch.is_grad_enabled()}
+            wanted: dict[str, Any] = {
+                "return_state": cached is not None,
+                "in_place": not torch.is_grad_enabled(),
+            }
+            wanted |= {"layer": self.layer_idx, "inputs": hidden_states}
             output, after, weights = attend(
                 AttentionCall(tokens, gate, layout, rule, options, before, score, **wanted)
             )

@@ -224,6 +224,10 @@ class AttentionCall(NamedTuple):
     keep_score: TokenScore
     return_state: bool = False
     in_place: bool = False  # a single token may overwrite the given state
+    # For who observes a model, by [`forced_backend`]: the number of the layer that calls, and the
+    # input of its projections, `[batch, tokens, width]`
+    layer: int | None = None
+    inputs: Tensor | None = None
 
     def prepared(self) -> "AttentionCall":
         """The call with the first scores of its tokens, and a state of their dtype. ValueError

@@ -10,7 +10,6 @@ that is largest.
 """
 
 import contextlib
-import functools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -156,14 +155,11 @@ def _observed(
     that of the plain model; and every call of the layers adds its tokens to the sums."""
     config = decoder_of(model).config
     before = {name: getattr(config, name) for name in ("segment_length", "local_segments")}
-    running: list[tuple[str, Tensor]] = []  # the layer's name, and the input of its projections
-
-    def learned_score(name: str, layer: MemoryLayerMixin, hidden_states: Tensor) -> Tensor | None:
-        running[:] = [(name, hidden_states)]
-        return type(layer).learned_score(layer, hidden_states)
+    names = {layer.layer_idx: name for name, layer in layers.items()}
 
     def run(call: AttentionCall) -> Attended:
-        name, inputs = running.pop()
+        name, inputs = names[call.layer], call.inputs
+        assert inputs is not None  # a layer gives it
         found: Any = attend_grid(call._replace(softmax=replace(call.softmax, written_out=True)))
         tokens, (output, _, weights) = inputs.shape[1], found
         # of each query its own segment, which is the row
@@ -182,14 +178,10 @@ def _observed(
 
     try:
         vars(config).update(segment_length=longest, local_segments=0)
-        for name, layer in layers.items():
-            layer.learned_score = functools.partial(learned_score, name, layer)
         with in_evaluation(model), forced_backend(run):
             yield
     finally:
         vars(config).update(before)
-        for layer in layers.values():
-            vars(layer).pop("learned_score", None)
 
 
 def shares_of_layers(

@@ -20,7 +20,7 @@ from ..window import are_few, masked_scores, product, softmax_weights
 
 def attend_step(call: AttentionCall) -> Attended:
     """[`attend`] for one token per row, which returns the weights wherever they are written out."""
-    tokens, gate, layout, rule, softmax, state, keep_score, _, in_place = call
+    tokens, gate, layout, rule, softmax, state, keep_score, _, in_place, *_ = call
     own_scores = state.local_score
 
     def put(window: Tensor, new: Tensor) -> Tensor:

@@ -143,9 +143,9 @@ def _caught_parts(
         return parts["heads"].to(value.dtype).transpose(1, 2), None
 
     def run(call: AttentionCall) -> Attended:
-        if not running:
+        if call.layer not in layers:
             return attend_grid(call)
-        parts = found[running[0]] = _memory_parts(call)
+        parts = found[call.layer] = _memory_parts(call)
         return parts["heads"].to(call.tokens.value.dtype), None, None
 
     def end(module, args, given, output):
@@ -305,7 +305,7 @@ def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
     return torch.where(here.unsqueeze(1), fates, NONE).to(torch.int8)
 
 
-def _widen(tensor: Tensor) -> Tensor:
+def _widen(tensor: Any) -> Tensor:
     return (
         tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         if tensor.is_floating_point()

@@ -32,6 +32,7 @@ def disagreement(call: AttentionCall) -> str | None:
     it, too."""
     (query, key, value, log_weight, _), layout, softmax = call.tokens, call.layout, call.softmax
     device, turn, tables, said = query.device, softmax.turn, softmax.rotary, None
+    gate: Any = call.gate  # of a rule that kernels compute
     dtype = (
         torch.get_autocast_dtype(device.type)
         if torch.is_autocast_enabled(device.type)
@@ -43,7 +44,7 @@ def disagreement(call: AttentionCall) -> str | None:
         query.shape[1::2],
         key.shape[1],
         value.shape[3],
-        layout.window[:3],
+        layout.window._replace(kept_tokens=0),
         min(layout.window.ahead, 64),
     )
     form = (
@@ -63,7 +64,7 @@ def disagreement(call: AttentionCall) -> str | None:
     kind = (
         device,
         dtype,
-        call.gate.dtype,
+        gate.dtype,
         call.rule.feature_map,
         log_weight is None,
         sizes,
@@ -108,6 +109,7 @@ def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[
     tensor."""
     (query, key, value, log_weight, _), layout, softmax = call.tokens, call.layout, call.softmax
     (length, local, sinks, kept), device = layout.window, query.device
+    gate_dtype = torch.float32 if call.gate is None else call.gate.dtype
     draw, most = torch.Generator(device).manual_seed(0), (local + 1) * length
     # how many are kept is not compiled in
     begin, kept = (most + length + sinks + 3 if layout.begun else 0), min(kept, 64)
@@ -124,7 +126,7 @@ def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[
 
     leaves = [drawn(part.shape[1], tokens, part.shape[3]).to(dtype) for part in (query, key, value)]
     gate, owed = (
-        drawn(query.shape[1])[0].to(call.gate.dtype),
+        drawn(query.shape[1])[0].to(gate_dtype),
         drawn(query.shape[1], tokens - begin, value.shape[3]),
     )
     leaves += [] if log_weight is None else [drawn(key.shape[1], tokens, 1).to(dtype)]
