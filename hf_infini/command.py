@@ -384,7 +384,7 @@ def cache_(
     size = sum(one.bytes for one in chosen or kept) / 1e6
     if not remove:
         print(cache_folder.listed(kept))
-        say(f"{len(kept)} entries, {size:,.1f} MB, in {KEPT}; --remove NAME or all removes them")
+        say(f"{len(kept)} in {KEPT}, {size:,.1f} MB; --remove NAME or all removes them")
         return
     print(cache_folder.listed(chosen))
     asked = f"Remove these {len(chosen)}, {size:,.1f} MB? [y/N] "
@@ -463,7 +463,7 @@ def _places(config, kept: bool) -> int | None:
     ones; `None` without a memory."""
     if not getattr(config, "infini_layers", None):
         return None
-    return config.places - (0 if kept else config.kept_tokens or 0)
+    return config.places - (0 if kept else config.window.kept_tokens)
 
 
 def _inspected(config) -> int:

@@ -39,6 +39,9 @@ from .structure import decoder_layers, decoder_of
 score_is_known: WeakSet[torch.nn.Module] = WeakSet()
 
 
+HELD = "_is_held"  # the attribute of a cache while a call with it can be undone
+
+
 def cache_as_it_was(forward: Callable) -> Callable:
     """Decorator of a model's `forward`, after whose errors, also Ctrl-C, the cache among its
     arguments is as it was, and the call can be repeated. Not in a graph of torch.compile, which
@@ -48,12 +51,15 @@ def cache_as_it_was(forward: Callable) -> Callable:
     def whole(self, *args, **kwargs):
         given = () if torch.compiler.is_compiling() else (*args, *kwargs.values())
         cache = next((each for each in given if isinstance(each, InfiniCache)), None)
-        if cache is None:
+        if cache is None or HELD in vars(cache):  # of the base model inside a head
             return forward(self, *args, **kwargs)
         # by references: what a step writes in place is written again when it is repeated
         held = [(vars(part), vars(part).copy()) for part in (cache, *cache.layers)]
         try:
-            return forward(self, *args, **kwargs)
+            vars(cache)[HELD] = True
+            output = forward(self, *args, **kwargs)
+            del vars(cache)[HELD]
+            return output
         except BaseException:
             for now, before in held:
                 now.clear()

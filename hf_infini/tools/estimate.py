@@ -39,11 +39,12 @@ def estimate(
     check_number("tokens", tokens, {"at_least": 1})
     if not hasattr(config, "infini_layers"):
         config = config.get_text_config(decoder=True)
+        with_memory = infini_config(type(config))
         with torch.device("meta"):  # its modules, without weights: an encoder has others
             base = decoder_of(AutoModel.from_config(config))
         for attention in attention_layers(base):
             infini_class(type(attention))
-        config = convert_config(config, infini_config(type(config)), cache_tokens, **options)
+        config = convert_config(config, with_memory, cache_tokens, **options)
     elif options or cache_tokens is not None:
         raise ValueError(
             f"this {type(config).__name__} has the options of its memory: leave out "

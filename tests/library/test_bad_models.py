@@ -181,7 +181,7 @@ DAMAGES = {
         entries(memory_write="learned"),
         "give feature_map='exp' with it",
     ),
-    "heads": ("causal_mha", entries(n_head=3), "num_heads must divide d_out, .* 32 / 3"),
+    "heads": ("causal_mha", entries(n_head=3), "n_head=3 must divide n_embd=32"),
     "another attention": (
         "causal_mha",
         entries(attention="global"),

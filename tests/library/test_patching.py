@@ -182,7 +182,7 @@ def test_errors_name_what_is_supported():
     ):
         patch_model(gpt2(add_cross_attention=True), **OPTIONS)
     with pytest.raises(
-        ValueError, match=r"unknown options segments .*; patch_model takes segment_length"
+        ValueError, match=r"unknown options segments .*; patch_model takes cache_tokens, segment"
     ):
         patch_model(gpt2(), segments=8)
     sizes = dict(
