@@ -129,6 +129,18 @@ CASES = {  # sizes, whether rotary, options, cuts
         padded_and_packed(2, 60) | {"learned_score": drawn(2, 1, 60)},
         (20,),
     ),
+    "no memory": (
+        {**WINDOW, "batch": 2, "kept_tokens": 5, "update_rule": "none"},
+        True,
+        padded_and_packed(2, 60),
+        (20,),
+    ),
+    EMPTY + "no memory and no kept tokens": (
+        {**WINDOW, "update_rule": "none"},
+        True,
+        {},
+        (31,),
+    ),
 }
 
 
@@ -149,8 +161,9 @@ def test_outputs_states_and_gradients_are_those_of_the_reference(name):
 @pytest.mark.parametrize("seed", range(500, 500 + int(os.environ.get("HF_INFINI_EXAMPLES", "0"))))
 def test_random_cases(seed):
     case = (random_case, keeping_case)[seed % 2](
-        seed, torch.float32, width=16, update_rule="linear", softcap=None
+        seed, torch.float32, width=16, update_rule=("linear", "none")[seed // 2 % 2], softcap=None
     )
+    case.options.pop("far_rotary", None)
     cuts = [
         cut
         for cut in random_cuts(seed, case.query.shape[2])[:1]

@@ -13,11 +13,13 @@ import torch
 
 from ..layout.base import GridLayout
 from ..layout.step import StepLayout
+from ..memory import MemoryRule
 from ..state import Attended, AttentionCall
 from .grid import attend_grid
 from .step import attend_step
 
 Run = Callable[[AttentionCall], Attended]
+CLOSED = -1000.0  # a gate's logit: its sigmoid is 0
 # What is forced here, in this thread or task
 _forced: ContextVar[str | Run | None] = ContextVar("forced backend", default=None)
 # An entry for each of [`forced_backend`] that is open anywhere in the process: while there is none,
@@ -77,7 +79,7 @@ def _fits_kernels(call: AttentionCall) -> tuple[bool, str]:
     softmax = call.softmax
     refused = {
         f"no kernel for the update rule {call.rule.update_rule!r}": call.rule.update_rule
-        != "linear",
+        not in ("linear", "none"),
         "triton is not installed": importlib.util.find_spec("triton") is None,
         "code that came with a model has no kernels": not __name__.endswith(".ops.backends"),
         "local weights are returned": softmax.written_out,
@@ -97,9 +99,27 @@ def _fits_kernels(call: AttentionCall) -> tuple[bool, str]:
     for reason, holds in refused.items():
         if holds:
             return False, reason
-    if (reason := _kernels("agreement").disagreement(call)) is not None:
+    if (reason := _kernels("agreement").disagreement(_with_closed_memory(call))) is not None:
         return False, reason
     return True, "Triton kernels"
+
+
+def _with_closed_memory(call: AttentionCall) -> AttentionCall:
+    """The call as the kernels know it: without a memory it is one whose memory nobody reads."""
+    if call.rule.holds:
+        return call
+    (query, key, value), state = call.tokens[:3], call.state
+    memory = state.memory.new_zeros(*key.shape[:2], key.shape[3], value.shape[3])
+    state = state.having(memory=memory, normaliser=memory[..., 0])
+    gate = query.new_full((query.shape[1],), CLOSED, dtype=torch.float32)
+    return call._replace(rule=MemoryRule(), gate=gate, state=state)
+
+
+def _run_kernels(call: AttentionCall) -> Attended:
+    output, after, weights = _kernels("attend").run(_with_closed_memory(call))
+    if after is not None and not call.rule.holds:
+        after = after.having(memory=call.state.memory, normaliser=call.state.normaliser)
+    return output, after, weights
 
 
 def _kernels(name: str):
@@ -115,7 +135,7 @@ def _is_step(call: AttentionCall) -> tuple[bool, str]:
 
 # By their names: whether it can compute a call, and why, or why not; and what computes it
 BACKENDS: dict[str, tuple[Callable[[AttentionCall], tuple[bool, str]], Run]] = {
-    "triton": (_fits_kernels, lambda call: _kernels("attend").run(call)),
+    "triton": (_fits_kernels, _run_kernels),
     "step": (_is_step, attend_step),
     "grid": (
         lambda call: (not _is_step(call)[0], "plain torch, in a grid of segments"),
