@@ -198,7 +198,7 @@ def test_the_cache_folder_is_listed(kept, run, folders):
     printed = run("cache")
     lines = printed.out.splitlines()[1:]
     sizes = sum(path.stat().st_size for path in kept.rglob("*") if path.is_file())
-    assert f"5 entries, {sizes / 1e6:,.1f} MB, in {kept}" in printed.err
+    assert f"5 in {kept}, {sizes / 1e6:,.1f} MB" in printed.err
     assert {line.split()[1] for line in lines} == {"memory", "score"} and len(lines) == 5
     for document in ("one.txt", "two.txt"):
         [line] = [line for line in lines if document in line]

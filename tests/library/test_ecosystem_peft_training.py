@@ -149,7 +149,7 @@ def test_the_documented_program_with_trl_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     pages = (ROOT / "docs" / "fine-tune.md").read_text(encoding="utf-8")
     _, train, load, *_ = re.findall("```python\n(.*?)\n```", pages, re.DOTALL)
-    on_cpu = 'max_steps=3, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True'
+    on_cpu = 'max_steps=3, use_cpu=True, report_to="none", disable_tqdm=True'
     for shown, here in (
         ("HuggingFaceTB/SmolLM2-135M", str(tmp_path / "stock")),
         ('SFTConfig("tuned"', f'SFTConfig("tuned", {on_cpu}'),

@@ -22,6 +22,7 @@ from running import (
     straight_run,
     trained,
 )
+from support.stages import sealed, write_json
 
 evaluate_model = load_recipe("evaluate_model")
 
@@ -232,7 +233,7 @@ def test_documents_kept_apart_and_labels_give_train_s_number(base, tmp_path):
     manifest["splits"]["validation"] |= save_rows(
         rows.add_column("labels", labels), data / "validation"
     )
-    (data / "manifest.json").write_text(json.dumps(manifest))
+    write_json(data / "manifest.json", sealed(manifest))
     options = [
         *infini_options(data),
         "--epochs",

@@ -18,6 +18,7 @@ from recall.examples import WORDING, Example, Question
 from recall.facts import FACT_NAMES
 from recall.tasks import constant_guesses, score_answers, wilson_interval
 from running import kill_when, load_recipe
+from support.stages import sealed, write_json
 
 evaluate_model = load_recipe("evaluate_model")
 
@@ -333,7 +334,7 @@ def test_a_killed_task_goes_on_where_it_was(base, tmp_path):
     kept = json.loads(file.read_text(encoding="utf-8"))
     assert 2 <= len(kept["cells"]) < 10
     kept["cells"][1]["accuracy"] = 0.125  # recognisable: no four samples give it
-    file.write_text(json.dumps(kept), encoding="utf-8")
+    write_json(file, sealed(kept))
     found = evaluate(tmp_path / "out", *options)
     assert found["cells"][1]["accuracy"] == 0.125 and not file.exists()
     assert found["cells"][: len(kept["cells"])] == kept["cells"] and len(found["cells"]) == 10
@@ -341,7 +342,7 @@ def test_a_killed_task_goes_on_where_it_was(base, tmp_path):
     assert (
         straight["cells"][0] == found["cells"][0] and straight["cells"][2:] == found["cells"][2:4]
     )
-    file.write_text(json.dumps(kept), encoding="utf-8")  # cells of other samples are not used
+    write_json(file, sealed(kept))  # cells of other samples are not used
     other = evaluate(tmp_path / "out", *options, "--lengths", 200, "--samples", 3)
     assert [cell["samples"] for cell in other["cells"]] == [3, 3]
 

@@ -90,7 +90,7 @@ def finished(base):
 
     def ready() -> bool:
         if (out / "best" / "checkpoint-4" / "complete.json").exists():
-            [started] = multiprocessing.active_children()
+            started = max(multiprocessing.active_children(), key=lambda child: child.pid)
             children.extend(psutil.Process(started.pid).children(recursive=True))
         return bool(children)
 

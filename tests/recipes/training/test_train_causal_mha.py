@@ -176,7 +176,7 @@ def test_options_that_do_not_go_together(tokenizer):
             {"attention": "infini", "position_encoding": "alibi"},
             "attention='infini' goes with position_encoding",
         ),
-        ({"n_head": 3}, "--n_head 3 does not divide --n_embd 256"),
+        ({"n_head": 3}, "n_head=3 must divide n_embd=256"),
         ({"dropout": 1.5}, "dropout must be at least 0 and below 1"),
     ):
         with pytest.raises(UserError, match=message) as error:
