@@ -125,6 +125,10 @@ class Reader:
 
     def _read(self, text: str, file: str | os.PathLike | None, progress: bool) -> InfiniCache:
         """[`Reader.read`] of a text with marks."""
+        if file is not None and not Path(file).name:
+            raise ValueError(
+                f"file must name a memory file, such as text.safetensors; got {file!r}."
+            )
         if text in self.texts and (file is None or Path(file).exists()):
             return self.texts[text]
         begun, before = self._longest([text])[0]
@@ -348,7 +352,7 @@ class Reader:
                 )
         place = next((n for n, turn in enumerate(messages) if turn["role"] == "user"), None)
         if place is None:
-            raise ValueError("give at least one message whose role is user.")
+            raise ValueError("messages: give at least one message whose role is user.")
         for number, turn in enumerate(messages):
             said = turn.get("content")
             if turn["role"] != "system" and said and (plain := self._plain(said)) != said:

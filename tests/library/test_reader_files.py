@@ -309,3 +309,10 @@ def test_two_threads_read_once(tmp_path, model, tokenizer):
             thread.join()
     hook.remove()
     assert len(calls) == len(TEXT) // CHUNK and [*tmp_path.iterdir()] == [file]
+
+
+@pytest.mark.parametrize("name", ["", ".", "/"])
+def test_a_file_has_a_name(name, model, tokenizer):
+    reader = make_reader(model, tokenizer)
+    with pytest.raises(ValueError, match="file must name a memory file"):
+        reader.read(TEXT, file=name, progress=False)
