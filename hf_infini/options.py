@@ -126,7 +126,7 @@ def options_of_cache(cache_tokens: int, **options) -> dict[str, Any]:
 UpdateRule = Literal["linear", "delta", "gated_delta", "none"]
 UPDATE_RULES = get_args(UpdateRule)
 # the default first; a score is a file of its name in ops/keeping/
-KeepScore = Literal["attention", "learned", "half", "key_norm"]
+KeepScore = Literal["attention", "learned", "half", "key_norm", "recent"]
 KEEP_SCORES = get_args(KeepScore)
 
 

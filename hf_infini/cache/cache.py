@@ -25,6 +25,7 @@ from ..compat.execution_device import device_of
 from ..ops.checks import check_types
 from ..ops.state import InfiniState
 from ..options import MemoryOptions, check_number
+from .archive import Archive, Call
 from .files import (
     DESCRIBED_INDIRECTLY,
     WITHOUT_EFFECT,
@@ -47,17 +48,19 @@ OPTIONS = {field.name for field in fields(MemoryOptions)} - WITHOUT_EFFECT - DES
 class InfiniLayer(CacheLayerMixin):
     """One layer's `state` between two calls, an [`InfiniState`], or `None` before the first.
     Without gradients, the next token may be written into it in place: to keep one, copy it
-    (`copy.deepcopy`). `columns`: tokens passed so far, padding included; `left`: in the cache of
-    one call, the state after it, in a list: torch.compile sees no attribute set."""
+    (`copy.deepcopy`). `columns`: tokens passed so far, padding included. In the cache of one call:
+    `left`, the state after it, in a list, for torch.compile sees no attribute set; and `read`, what
+    an archive takes in, keys and values, or `None`."""
 
     def __init__(
         self,
         state: InfiniState | None = None,
         columns: int = 0,
         left: list[InfiniState] | None = None,
+        read: list[tuple[Tensor, Tensor]] | None = None,
     ):
         super().__init__()
-        self.state, self.columns, self.left = state, columns, left
+        self.state, self.columns, self.left, self.read = state, columns, left, read
 
     def advance(self, state: InfiniState, columns: int) -> None:
         """Takes the state after a call of `columns` tokens."""
@@ -103,14 +106,19 @@ class InfiniCache(Cache):
             TEXT_END]`, the last ids, −1 before the first and −2 for embeddings; `text_digest`
             `[batch, 2]`, [`digest_after`] of all ids (not of a file of earlier versions);
             `documents`, see [`kept_layers_masks`], where padding needs it.
+        archive: what the cache has read, exactly, outside of the device, where [`hf_infini.recall`]
+            finds it; `None`: nothing is archived.
+
+    Args:
+        config: of the model that reads.
+        archive: whether keys and values of all tokens are archived while they are read.
     """
 
     layers: Any  # each an InfiniLayer, or transformers' own
-    is_compileable = True  # `generate` asks; what it compiles gets a StepCache in this one's place
     completes_segments = True  # the attention itself does; of a StepCache `end_step`
     in_step = False  # whether a compiled step has begun and not ended
 
-    def __init__(self, config: PreTrainedConfig):
+    def __init__(self, config: PreTrainedConfig, *, archive: bool = False):
         bounded = set(getattr(config, "infini_layers", ()))
         if not bounded:
             raise ValueError(
@@ -125,11 +133,18 @@ class InfiniCache(Cache):
         )
         self._config, self.windows = config, config.windows
         self.text: dict[str, Tensor] = {}
+        self.archive = Archive() if archive else None
         # the model that filled it, while it is there, and what its weights were
         self._model: Callable[[], nn.Module | None] = _nothing
         self._sample: Sample = {}
 
     __copy__ = copy.deepcopy
+
+    @property
+    def is_compileable(self) -> bool:
+        """`generate` asks; what it compiles gets a StepCache in this one's place, which archives
+        nothing."""
+        return self.archive is None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_model": _nothing}
@@ -164,7 +179,9 @@ class InfiniCache(Cache):
     @check_types
     def batch_repeat_interleave(self, repeats: int) -> None:
         check_number("repeats", repeats, {"at_least": 1})
+        rows = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
         self._map(lambda tensor: tensor.repeat_interleave(repeats, 0))
+        self._archive_rows(rows)
 
     @check_types
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -176,12 +193,18 @@ class InfiniCache(Cache):
         try:
             if indices.dim() != 1 or not len(indices):
                 raise IndexError
+            rows = torch.arange(max(self.batch_size, 0))[indices.cpu()]
             self._map(lambda tensor: tensor[indices.to(tensor.device)])
         except (IndexError, RuntimeError) as error:  # of torch, where there is no such row
             raise ValueError(
                 f"indices must be the numbers of some of the cache's {self.batch_size} rows, "
                 f"[rows]; got {list(indices.shape)} of {indices.dtype}."
             ) from error
+        self._archive_rows(rows)
+
+    def _archive_rows(self, rows: Tensor) -> None:
+        if self.archive is not None and self.state is not None:
+            self.archive = self.archive.chosen(rows.tolist())
 
     @property
     def batch_size(self) -> int:
@@ -192,7 +215,7 @@ class InfiniCache(Cache):
         """Empties the cache: it may then read a text as a new one does."""
         if self.exchange() is not None:
             raise ValueError(f"a {type(self).__name__} is for one call: make one for each.")
-        InfiniCache.__init__(self, self._config)
+        InfiniCache.__init__(self, self._config, archive=self.archive is not None)
         self.in_step = False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -232,16 +255,22 @@ class InfiniCache(Cache):
         """The state that a call's layout for a layer continues."""
         return self.layers[layer].state
 
-    def for_call(self) -> Cache:
+    def for_call(self, attention_mask: Tensor | None, memory_mask: Tensor | None) -> Cache:
         """What the layers with memory are given in one call: they take their states from it, and
         leave the next ones in it. A call that fails, or a layer that gradient checkpointing runs a
-        second time, changes nothing here."""
-        return Cache(
+        second time, changes nothing here. The masks, `[batch, tokens]`, are for an archive."""
+        reads = self.archive is not None
+        of_call = Cache(
             [
-                InfiniLayer(e.state, e.columns, []) if isinstance(e, InfiniLayer) else e
+                InfiniLayer(e.state, e.columns, [], [] if reads else None)
+                if isinstance(e, InfiniLayer)
+                else e
                 for e in self.layers
             ]
         )
+        if reads:
+            vars(of_call)["masks"] = attention_mask, memory_mask
+        return of_call
 
     def check_model(self, model: nn.Module) -> None:
         """ValueError unless a base model is the one that has filled the cache, whatever has become
@@ -284,14 +313,24 @@ class InfiniCache(Cache):
                 "a call with this cache has failed halfway: make a new one and read the text again."
             )
 
-    def advance(self, of_call: Cache, input_ids: Tensor | None, tokens: int) -> None:
+    def advance(self, of_call: Any, input_ids: Tensor | None, tokens: int) -> None:
         """Takes over what a call of `tokens` columns has left; `input_ids` `[batch, tokens]`, or
         `None` for embeddings."""
         self.advance_layers(of_call, tokens)
+        state: Any = self.state
         if input_ids is None:
-            state: Any = self.state
             input_ids = state.tokens_seen.new_full((len(state.tokens_seen), tokens), -2)
         self.note_text(input_ids)
+        if self.archive is not None:
+            every = torch.ones_like(input_ids, dtype=torch.bool)
+            masks = (every if mask is None else mask.bool() for mask in of_call.masks)
+            layers = {
+                number: layer.read[0]
+                for number, layer in enumerate(of_call.layers)
+                if isinstance(layer, InfiniLayer)
+            }
+            call = Call(input_ids, *masks, state.tokens_seen, layers)
+            self.archive = self.archive.after(call)
 
     def note_text(self, ids: Tensor) -> None:
         """Takes the ids `[batch, tokens]` of a call into the `text`."""

@@ -207,6 +207,8 @@ class MemoryLayerMixin(nn.Module):
                 output = exchange.passed_on_state(self.layer_idx, output, after)
             if cached is not None and after is not None:
                 cached.left.append(after.having(recent_inputs=recent))
+                if cached.read is not None:
+                    cached.read.append((key, value))
             return output, weights if infini.return_weights else None
 
         return hidden_states, attend_with_memory

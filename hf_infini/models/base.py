@@ -403,7 +403,8 @@ def begin_call(
     exchange = None if cache is None else cache.exchange()
     if exchange is not None:
         exchange.begin(batch, tokens, given.device, masks)
-    of_call = None if cache is None else cache.for_call()
+    read = masks["attention_mask"], masks["memory_mask"]
+    of_call = None if cache is None else cache.for_call(*read)
     masks |= {
         "device": given.device,
         "completes_segments": cache is None or cache.completes_segments,
