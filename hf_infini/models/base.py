@@ -28,9 +28,8 @@ from ..layers.memory_layer import (
     memory_layers,
     pass_on,
 )
-from ..ops.checks import check_shapes
-from ..ops.layout.base import Layout
-from ..ops.layout.build import segment_layout
+from ..ops.layout.grid import segment_layout
+from ..ops.state import Layout, check_shapes
 from ..options import first_layers, layer_kinds
 from .masks import kept_layers_masks
 from .structure import decoder_layers, decoder_of
