@@ -60,9 +60,7 @@ def with_weights(case, cuts):
             for name, tensor in of_tokens.items()
         }
         layout = segment_layout(len(case.query), end - begin, window, state=state, **now)
-        query, *pieces = (
-            *(None if tensor is None else tensor[:, :, begin:end] for tensor in tensors)
-        )
+        query, *pieces = (None if tensor is None else tensor[:, :, begin:end] for tensor in tensors)
         if state is None:
             weighted = pieces[-1] is not None
             state = InfiniState.initial(case.key, case.value, *window, rule=rule, weighted=weighted)
