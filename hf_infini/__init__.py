@@ -8,7 +8,8 @@ Each says in its `__init__` what it is for.
 import transformers
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
-from .cache.cache import InfiniCache, cache_bytes
+from .cache.cache import InfiniCache
+from .cache.files import cache_bytes
 from .models.adapter import load_adapter, lora_config, save_adapter
 from .models.families import PROBED, infini_class, register_lazily
 

@@ -80,6 +80,16 @@ class Window(NamedTuple):
         """All places: tokens that the softmax sees at most."""
         return self.ahead + self.span
 
+    def check(self) -> None:
+        """ValueError unless there can be a window of these sizes."""
+        length, local, sinks, kept = self
+        if length < 1 or local < 0 or not 0 <= sinks < length or kept < 0:
+            raise ValueError(
+                "segment_length must be ≥ 1, local_segments ≥ 0, sink_tokens from 0 to "
+                f"segment_length - 1 and kept_tokens ≥ 0, got {length}, {local}, {sinks} and "
+                f"{kept}."
+            )
+
 
 SINKS, LONGEST_WINDOW, SHORT_SEGMENT = 4, 256, 64  # tokens; see `options_of_cache`
 

@@ -34,13 +34,14 @@ from .files import (
     check_model,
     check_tensors,
     describe_model,
-    first_states,
     read_memory_file,
     write_memory_file,
 )
-from .identity import Sample, different_weights, digest_after, sample_of
+from .identity import Sample, different_weights, sample_of
 
 TEXT_END = 64  # so many last ids are kept
+# Odd numbers without a pattern, by which products in wrapping int64 spread over all bits
+FOR_IDS, FOR_COLUMNS, FOR_BOTH = -7046029254386353131, -4417276706812531889, -49064778989728563
 # Options of the memory by which a state means something else, beside the windows
 OPTIONS = {field.name for field in fields(MemoryOptions)} - WITHOUT_EFFECT - DESCRIBED_INDIRECTLY
 
@@ -525,6 +526,19 @@ def text_after(text: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
     return after
 
 
+def digest_after(digest: Tensor | None, ids: Tensor) -> Tensor:
+    """The digest of a text that goes on with these ids, `[batch, tokens]`; `None`: that begins
+    with them. `[batch, 2]`, int64: the columns so far, and the sum of a hash of each column with
+    its id. So it does not matter how the text was cut into calls, and rows can be moved."""
+    digest = ids.new_zeros(len(ids), 2, dtype=torch.long) if digest is None else digest
+    columns = digest[:, :1] + torch.arange(ids.shape[1], device=ids.device)
+    # a sum of hashes knows the order only by the columns in them
+    mixed = torch.add(columns * FOR_COLUMNS, ids.long(), alpha=FOR_IDS)
+    mixed = (mixed ^ (mixed >> 29)) * FOR_BOTH
+    hashed = (mixed ^ (mixed >> 32)).sum(1, keepdim=True)
+    return digest + torch.cat([torch.full_like(hashed, ids.shape[1]), hashed], 1)
+
+
 def _nothing() -> None:
     """As a weak reference to what is gone."""
 
@@ -535,26 +549,6 @@ def _facts(config: Any) -> dict[str, Any]:
         "num_hidden_layers": config.num_hidden_layers,
         "(segment_length, local_segments, sink_tokens, kept_tokens) by layer": config.windows,
     } | {name: getattr(config, name, None) for name in sorted(OPTIONS)}
-
-
-@check_types
-def cache_bytes(config: PreTrainedConfig) -> int:
-    """Bytes that a model's layers with a memory hold of one sequence, however long it is, in the
-    configuration's dtype (`None`: torch's default). Where the memory skips tokens, each place of a
-    window takes one more."""
-    if not getattr(config, "infini_layers", ()):
-        raise ValueError(
-            f"the cache of a {type(config).__name__} without a compressive memory "
-            "grows with every token."
-        )
-    states = first_states(config, 1, dtype_of(config))
-    return sum(state.nbytes() for state in states.values())
-
-
-def dtype_of(config: PreTrainedConfig) -> torch.dtype:
-    """The dtype of a configuration, which is a name once it was saved; `None`: torch's default."""
-    dtype: Any = config.dtype or torch.get_default_dtype()
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _tensors_of(layer) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..ops.checks import check_types
 from ..ops.keeping import SCORES
 from ..ops.rules import RULES
 from ..ops.state import InfiniState
@@ -239,3 +240,23 @@ def first_states(config: Any, rows: int, dtype: torch.dtype) -> dict[int, Infini
         layer: InfiniState.initial(key, value, *window, **how).having(recent_inputs=recent)
         for layer, window in config.windows.items()
     }
+
+
+@check_types
+def cache_bytes(config: PreTrainedConfig) -> int:
+    """Bytes that a model's layers with a memory hold of one sequence, however long it is, in the
+    configuration's dtype (`None`: torch's default). Where the memory skips tokens, each place of a
+    window takes one more."""
+    if not getattr(config, "infini_layers", ()):
+        raise ValueError(
+            f"the cache of a {type(config).__name__} without a compressive memory "
+            "grows with every token."
+        )
+    states = first_states(config, 1, dtype_of(config))
+    return sum(state.nbytes() for state in states.values())
+
+
+def dtype_of(config: PreTrainedConfig) -> torch.dtype:
+    """The dtype of a configuration, which is a name once it was saved; `None`: torch's default."""
+    dtype: Any = config.dtype or torch.get_default_dtype()
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype

@@ -1,5 +1,4 @@
-"""By what a cache knows again the text that it has read, and the model that read it: a digest of
-all ids, and a few numbers of every weight."""
+"""By what a cache knows the model again that filled it: a few numbers of every weight."""
 
 from collections import defaultdict
 from typing import Any
@@ -7,25 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Odd numbers without a pattern, by which products in wrapping int64 spread over all bits
-FOR_IDS, FOR_COLUMNS, FOR_BOTH = -7046029254386353131, -4417276706812531889, -49064778989728563
 NUMBERS = 16  # of each weight
 
 # By device and dtype: the names of weights, how many numbers of each, and all these in one tensor
 Sample = dict[tuple[torch.device, torch.dtype], tuple[list[str], list[int], Tensor]]
-
-
-def digest_after(digest: Tensor | None, ids: Tensor) -> Tensor:
-    """The digest of a text that goes on with these ids, `[batch, tokens]`; `None`: that begins
-    with them. `[batch, 2]`, int64: the columns so far, and the sum of a hash of each column with
-    its id. So it does not matter how the text was cut into calls, and rows can be moved."""
-    digest = ids.new_zeros(len(ids), 2, dtype=torch.long) if digest is None else digest
-    columns = digest[:, :1] + torch.arange(ids.shape[1], device=ids.device)
-    # a sum of hashes knows the order only by the columns in them
-    mixed = torch.add(columns * FOR_COLUMNS, ids.long(), alpha=FOR_IDS)
-    mixed = (mixed ^ (mixed >> 29)) * FOR_BOTH
-    hashed = (mixed ^ (mixed >> 32)).sum(1, keepdim=True)
-    return digest + torch.cat([torch.full_like(hashed, ids.shape[1]), hashed], 1)
 
 
 def sample_of(model: nn.Module) -> Sample:

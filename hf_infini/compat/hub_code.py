@@ -4,7 +4,7 @@ configuration.
 `save_pretrained` writes a stub that imports the package, so that transformers names what to
 install. Pushing, or `save_code=True`, writes the code itself, for machines without the package: the
 modules that the model needs in one folder, `hf_infini_<hash>`, flat, since transformers fetches
-only a module's neighbours: `ops/window.py` is `ops_window.py` there. What a module imports by `from
+only a module's neighbours: `ops/state.py` is `ops_state.py` there. What a module imports by `from
 .x import y` travels, and all modules of a package that imports them by their names.
 
 Needed as long as transformers copies no packages (5.24: `get_relative_imports` takes `.a.b` for a

@@ -22,12 +22,11 @@ from ..compat.execution_device import device_of
 from ..compat.swap_class import swap_class
 from ..ops.backends import attend
 from ..ops.convolution import short_convolution
+from ..ops.equations import MemoryRule, ScoreOptions, window_attention
 from ..ops.keeping import SCORES
 from ..ops.keeping.score import TokenScore
-from ..ops.memory import MemoryRule
 from ..ops.rules import RULES
-from ..ops.state import AttentionCall, InfiniState, Projections
-from ..ops.window import ScoreOptions, window_attention
+from ..ops.state import AttentionCall, InfiniState, Tokens
 from ..options import Window, key_heads
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
@@ -183,8 +182,8 @@ class MemoryLayerMixin(nn.Module):
                 )
 
         def attend_with_memory(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions):
-            tokens = Projections(
-                query, key, value, self.log_weight(hidden_states), self.learned_score(hidden_states)
+            tokens = Tokens(
+                key, value, self.log_weight(hidden_states), self.learned_score(hidden_states)
             )
             before = state
             if before is None:
@@ -201,7 +200,7 @@ class MemoryLayerMixin(nn.Module):
             }
             wanted |= {"layer": self.layer_idx, "inputs": hidden_states}
             output, after, weights = attend(
-                AttentionCall(tokens, gate, layout, rule, options, before, score, **wanted)
+                AttentionCall(query, tokens, gate, layout, rule, options, before, score, **wanted)
             )
             if exchange is not None:
                 output = exchange.passed_on_state(self.layer_idx, output, after)

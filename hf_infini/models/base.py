@@ -28,9 +28,8 @@ from ..layers.memory_layer import (
     memory_layers,
     pass_on,
 )
-from ..ops.checks import check_shapes
-from ..ops.layout.base import Layout
-from ..ops.layout.build import segment_layout
+from ..ops.layout.grid import segment_layout
+from ..ops.state import Layout, check_shapes
 from ..options import first_layers, layer_kinds
 from .masks import kept_layers_masks
 from .structure import decoder_layers, decoder_of
@@ -79,7 +78,7 @@ class SavedModelMixin(HubCodeMixin, ModelBase):
         """As usual; `save_code`: whether the model's code is written beside it, so that it loads
         where hf_infini is not installed. What is pushed has its code, and so has what was loaded by
         its code."""
-        warn_of_unfitted_score(self)
+        warn_of_unfitted_score(decoder_of(self))
         if save_code and is_main_process:
             self.config.save_pretrained(save_directory, save_code=True)  # then the folder has it
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
@@ -95,7 +94,7 @@ class SavedModelMixin(HubCodeMixin, ModelBase):
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
         if "_from_other_type" not in model.config.__dict__:  # else as patched: it is fitted next
-            warn_of_unfitted_score(model)
+            warn_of_unfitted_score(decoder_of(model))
         return loaded
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
@@ -422,10 +421,11 @@ def begin_call(
     return SharedInputs(layouts, of_call, rotary, weights, exchange), cache, use_cache
 
 
-def warn_of_unfitted_score(model, tokens: float = math.inf) -> None:
-    """Warns, once for a model, where its learned `keep_score` is as it was made, zero everywhere.
-    `tokens`: of a text; where none of them leaves the window, the score decides nothing."""
-    base, config = decoder_of(model), model.config
+def warn_of_unfitted_score(base, tokens: float = math.inf) -> None:
+    """Warns, once for a base model, where its learned `keep_score` is as it was made, zero
+    everywhere. `tokens`: of a text; where none of them leaves the window, the score decides
+    nothing."""
+    config = base.config
     if base in score_is_known:
         return
     if not getattr(config, "kept_tokens", 0):

@@ -16,6 +16,7 @@ from ..cache.step_cache import StepCache
 from ..compat.cache_name import CACHE
 from ..compat.hub_code import ModelBase
 from .base import warn_of_unfitted_score
+from .structure import decoder_of
 
 logger = logging.get_logger(__name__)
 # Those of a step that may be compiled; any other is for a plain call
@@ -73,7 +74,7 @@ class MemoryGenerationMixin(ModelBase):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, *args, **kwargs
     ) -> Any:
-        warn_of_unfitted_score(self, generation_config.max_length)
+        warn_of_unfitted_score(decoder_of(self), generation_config.max_length)
         asked = generation_config.cache_implementation
         if self.config.infini_layers and asked not in (None, "dynamic"):
             raise ValueError(

@@ -10,8 +10,8 @@ from transformers import GPT2Config
 from ..cache.cache import InfiniCache
 from ..compat.execution_device import device_of
 from ..compat.hub_code import carry_code
-from ..ops.layout.base import Layout
 from ..ops.positions import rotation
+from ..ops.state import Layout
 from .base import InfiniModelMixin, check_positions, counted_positions
 from .option_checks import InfiniConfigMixin, checked
 

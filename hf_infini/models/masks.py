@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..cache.cache import InfiniCache
-from ..ops.layout.base import Layout
+from ..ops.state import Layout
 from ..options import layer_kinds
 
 

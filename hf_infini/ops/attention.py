@@ -13,13 +13,12 @@ from torch import Tensor
 from ..options import Window
 from .backends import attend
 from .checks import check_arguments, check_types
+from .equations import EPS, ScoreOptions
 from .keeping import token_score
-from .layout.build import segment_layout
-from .memory import EPS
+from .layout.grid import segment_layout
 from .positions import rotate
 from .rules import memory_rule
-from .state import AttentionCall, InfiniState, Projections
-from .window import ScoreOptions
+from .state import AttentionCall, InfiniState, Tokens
 
 
 @check_types
@@ -122,7 +121,7 @@ def infini_attention(
         far_rotary,
         **numbers,
     )
-    tokens = Projections(query, key, value, log_weight, learned_score)
+    tokens = Tokens(key, value, log_weight, learned_score)
     masks = {
         "attention_mask": attention_mask,
         "memory_mask": memory_mask,
@@ -137,6 +136,6 @@ def infini_attention(
         made: Any = {"rule": rule, "weighted": log_weight is not None, "scores": score.count}
         state = InfiniState.initial(key, value, *window, **made)
     output, new_state, _ = attend(
-        AttentionCall(tokens, gate, layout, rule, softmax, state, score, return_state)
+        AttentionCall(query, tokens, gate, layout, rule, softmax, state, score, return_state)
     )
     return (output, new_state) if return_state and new_state is not None else output

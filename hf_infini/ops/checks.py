@@ -135,57 +135,15 @@ def check_arguments(
             )
 
 
-def check_window(window: Window, rotary: Sequence[Tensor] | None = None) -> None:
+def check_window(window: Window, rotary: Sequence[Tensor] | None) -> None:
     """ValueError unless there can be a window of these sizes, with these tables of rotary
     positions, `[places, …]` each."""
-    segment_length, local_segments, sink_tokens, kept_tokens = window
-    if (
-        segment_length < 1
-        or local_segments < 0
-        or not 0 <= sink_tokens < segment_length
-        or kept_tokens < 0
-    ):
-        raise ValueError(
-            "segment_length must be ≥ 1, local_segments ≥ 0, sink_tokens from 0 to segment_length "
-            f"- 1 and kept_tokens ≥ 0, got {segment_length}, {local_segments}, {sink_tokens} and "
-            f"{kept_tokens}."
-        )
+    window.check()
     if rotary is not None and any(len(table) != window.places for table in rotary):
         raise ValueError(
             f"rotary has {len(rotary[0])} places, and a window of these segments and "
             f"sinks has {window.places}."
         )
-
-
-def check_shapes(
-    batch: int,
-    tokens: int,
-    attention_mask: Tensor | None,
-    memory_mask: Tensor | None,
-    position_ids: Tensor | None,
-) -> None:
-    """ValueError unless these are `[batch, tokens]`, positions perhaps `[1, tokens]`, or `None`."""
-    given = {
-        "attention_mask": attention_mask,
-        "memory_mask": memory_mask,
-        "position_ids": position_ids,
-    }
-    for name, part in given.items():
-        if part is None:
-            continue
-        if not isinstance(part, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {part!r:.60}.")
-        whole = name != "position_ids" or not (part.is_floating_point() or part.is_complex())
-        if (
-            not whole
-            or part.shape != (batch, tokens)
-            and (name != "position_ids" or part.shape != (1, tokens))
-        ):
-            raise ValueError(
-                f"{name} must be [batch, tokens] = [{batch}, {tokens}], got {list(part.shape)} of "
-                f"{part.dtype}; positions are whole numbers. With a state it covers only the new "
-                "tokens."
-            )
 
 
 def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
@@ -200,21 +158,3 @@ def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
     raise ValueError(
         f"{name} must hold token ids, whole numbers from 0 to {vocabulary - 1}; got {found}."
     )
-
-
-def bool_mask(name: str, mask: Tensor | None, read_back: bool) -> Tensor | None:
-    """A mask of 0 and 1 as bool; read_back: whether its values may be read back from the device
-    now."""
-    if mask is None or mask.dtype == torch.bool:
-        return mask
-    wrong = ((mask != 0) & (mask != 1)).any()
-    message = (
-        f"{name} must hold 1 for tokens that count and 0 for those that do not; this one of dtype "
-        f"{mask.dtype} has other values. A mask that is added to scores (0 and -inf) is not "
-        "taken: pass mask == 0."
-    )
-    if not read_back:
-        torch._assert_async(~wrong, message)
-    elif wrong:
-        raise ValueError(message)
-    return mask.to(torch.bool)

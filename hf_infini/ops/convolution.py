@@ -11,7 +11,8 @@ Shapes: `B` batch, `T` new tokens, `C` channels, `K` taps.
 import torch
 from torch import Tensor
 
-from .layout.base import Layout, gather
+from .layout.grid import gather
+from .state import Layout
 
 
 def short_convolution(

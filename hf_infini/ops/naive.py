@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..options import Window
-from .checks import check_arguments, check_shapes, check_types
+from .checks import check_arguments, check_types
 from .keeping import token_score
 from .positions import rotate
 from .rules import RULES, memory_rule
-from .state import InfiniState
+from .state import InfiniState, check_shapes
 
 EPS = 1e-6
 FEATURE_MAPS = {"elu": lambda x: F.elu(x) + 1, "exp": lambda x: x.clamp(max=30).exp()}
@@ -188,7 +188,7 @@ class _Head:
         counts = (state.tokens_seen, state.last_position, state.memory_tokens)
         self.seen, self.last_position, self.memory_tokens = (int(count[row]) for count in counts)
         # [places, …] each
-        self.windows = [None if held is None else held[row, head] for held in state.windows()]
+        self.windows = [None if held is None else held[row, head] for held in state.windows()[:4]]
         kept = state.kept_position[row, head].tolist() if self.kept_tokens else []
         first = (self.seen // self.length - self.local_segments) * self.length
         numbers = [

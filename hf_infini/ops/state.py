@@ -1,20 +1,21 @@
-"""A layer's projections of the new tokens, [`Projections`]; its state between two calls,
-[`InfiniState`], constant in size; and [`AttentionCall`], all that attention is computed from."""
+"""What attention is computed from, an [`AttentionCall`]: [`Tokens`]; where they go, their
+[`Layout`]; and a layer's state between two calls, [`InfiniState`], constant in size."""
 
-from collections.abc import Callable, Iterable
+import copy
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..options import Window
-from .checks import check_window
+from .equations import MemoryRule, ScoreOptions
 from .keeping.score import TokenScore
-from .memory import MemoryRule
-from .window import ScoreOptions
 
-# The fields of a state that hold a window, in the order of those of [`Projections`] after the query
+# The fields of a state that hold a window, in the order of those of [`Tokens`]
 WINDOWS = ("local_key", "local_value", "local_log_weight", "local_score")
 # those that a layout has for the state after it
 COUNTS = ("tokens_seen", "last_position", "memory_tokens")
@@ -22,16 +23,110 @@ COUNTS = ("tokens_seen", "last_position", "memory_tokens")
 OF_LAYER = ("memory", "normaliser", *WINDOWS, "kept_position")
 
 
-class Projections(NamedTuple):
-    """What attention is computed from; not rotated: [`ScoreOptions`] says how the window is."""
+class Tokens(NamedTuple):
+    """What is held of tokens, `[batch, kv_heads, tokens, …]` each: of a call's new ones, of those
+    in the window of a state, and of kept ones."""
 
-    query: Tensor  # `[batch, heads, tokens, head_dim]`
-    key: Tensor  # `[batch, kv_heads, tokens, head_dim]`
-    value: Tensor  # `[batch, kv_heads, tokens, value_dim]`
-    # `[batch, kv_heads, tokens, rates]`, logs of the update rule's rates; `None`: zeros
+    key: Tensor  # `[…, head_dim]`, not rotated: [`ScoreOptions`] says how the window is
+    value: Any  # `[…, value_dim]`
+    # `[…, rates]`, logs of the update rule's rates; `None`: zeros
     log_weight: Tensor | None = None
-    # `[batch, kv_heads, tokens, scores]`, float32 or wider: which tokens are kept
-    score: Tensor | None = None
+    # `[…, scores]`, float32 or wider: which tokens are kept
+    score: Any = None
+    # `[…, 1]`, int64, where it is asked for: the token's number in its document; −1: there is none,
+    # and the others mean nothing
+    position: Any = None
+
+    @classmethod
+    def kept_in(cls, state: "InfiniState", window: Window) -> "Tokens":
+        """What a state keeps, as many as there are places, right-aligned."""
+        places = slice(window.sink_tokens, window.ahead)
+        held = state.windows().map(lambda part: part[:, :, places])
+        position: Any = state.kept_position
+        return held._replace(score=held.score.detach(), position=position.unsqueeze(-1))
+
+    def into(self, state: "InfiniState", window: Window) -> "InfiniState":
+        """The state with these tokens in its kept places, of which there are as many."""
+
+        def put(part, kept):
+            sinks = part[:, :, : window.sink_tokens]
+            # they need none
+            sinks = torch.zeros_like(sinks) if part is state.local_score else sinks
+            kept = kept.masked_fill(self.position < 0, 0).to(part.dtype)
+            return torch.cat([sinks, kept, part[:, :, window.ahead :]], 2)
+
+        kept_position = self.position[..., 0].contiguous()
+        return state.map_windows(put, self).having(kept_position=kept_position)
+
+    def instead(self, state: "InfiniState", window: Window) -> "InfiniState":
+        """The state that keeps these tokens of its document, wherever they have been, in place of
+        its own: [`into`] with scores so high that no later token takes their places."""
+        score = torch.full_like(self.score, torch.finfo(self.score.dtype).max)
+        left, filled = state.tokens_left(), (self.position[:, 0, :, 0] >= 0).sum(1)
+        state = self._replace(score=score).into(state, window)
+        return state.having(memory_tokens=left - filled)
+
+    def map(self, function: Callable[..., Tensor], *others: "Tokens") -> "Tokens":
+        """`function(part, *of the others)` for each part that there is."""
+        parts: Any = (
+            None if own is None else function(own, *rest)
+            for own, *rest in zip(self, *others, strict=True)
+        )
+        return Tokens(*parts)
+
+    def taken(self, index: Tensor) -> "Tokens":
+        """The tokens at these indices, `[B, N, K, tokens, …]` each; `index`: `[B, N, K, tokens]`,
+        −1 for none."""
+        rows = row_numbers(index, self.position.shape[2])
+        found = self.map(
+            lambda part: part.flatten(0, 2).index_select(0, rows).unflatten(0, index.shape)
+        )
+        return found._replace(position=found.position.masked_fill((index < 0).unsqueeze(-1), -1))
+
+
+def row_numbers(index: Tensor, count: int) -> Tensor:
+    """Of the rows at `index` `[B, …, K, tokens]` of `[B, K, count, …]`, the places in `[B · K ·
+    count, …]`; any for −1."""
+    batch, heads = index.shape[0], index.shape[-2]
+    first = (
+        torch.arange(batch * heads, device=index.device).view(
+            batch, *(1,) * (index.dim() - 3), heads, 1
+        )
+        * count
+    )
+    return (index.clamp(min=0) + first).flatten()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where a call's tokens go, and what a state counts after it: what is known of every call, by
+    all forms in layout/. It is made once per forward, and the layers share it."""
+
+    window: Window  # the same for all rows
+    positions: Tensor  # `[batch or 1, tokens]`, number of each token within its document
+    # `[batch]` after this call, as in [`InfiniState`]
+    tokens_seen: Tensor
+    last_position: Tensor
+    memory_tokens: Tensor | None = None
+    real: Tensor | None = None  # `[batch, tokens]` bool, which tokens are no padding; `None`: all
+    # `[batch, tokens]` bool, which tokens begin a document; `None`: none
+    restart: Tensor | None = None
+    next_skipped: Tensor | None = None  # `local_skipped` of the next state
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Layout":
+        """The layout on another device: accelerate asks for it where a model's layers are on
+        several."""
+        if torch.device(device) == self.positions.device:
+            return self
+        moved = self.__dict__.setdefault("_moved", {})
+        if device not in moved:
+            to = functools.partial(Tensor.to, device=device, non_blocking=non_blocking)
+            moved[device] = copy.copy(self)
+            vars(moved[device]).update(
+                {k: to(value) for k, value in vars(self).items() if isinstance(value, Tensor)},
+                _moved=moved,
+            )
+        return moved[device]
 
 
 @dataclass(frozen=True)
@@ -51,9 +146,9 @@ class InfiniState:
             that has none.
         local_key: `[batch, kv_heads, P, head_dim]`, the model's dtype, never rotated.
         local_value: `[batch, kv_heads, P, value_dim]`.
-        local_log_weight: `[batch, kv_heads, P, rates]`, [`Projections.log_weight`]; `None` where
+        local_log_weight: `[batch, kv_heads, P, rates]`, [`Tokens.log_weight`]; `None` where
             all tokens weigh 1.
-        local_score: `[batch, kv_heads, P, scores]`, float32 or wider, [`Projections.score`], with
+        local_score: `[batch, kv_heads, P, scores]`, float32 or wider, [`Tokens.score`], with
             the attention that the window's tokens have received so far, as a sum, and the kept
             ones, as a mean (see keeping/); `None` without any.
         kept_position: `[batch, kv_heads, K]`, int64: the number, in the document, of each kept
@@ -101,7 +196,7 @@ class InfiniState:
         whether a token is kept, [`TokenScore.count`]."""
         rule = MemoryRule() if rule is None else rule
         window = Window(segment_length, local_segments, sink_tokens, kept_tokens)
-        check_window(window)
+        window.check()
         (batch, heads, _, head_dim), value_dim = key.shape, value.shape[-1]
         dtype = torch.promote_types(key.dtype, torch.float32)
         places = window.places
@@ -147,17 +242,17 @@ class InfiniState:
             return self.memory_tokens
         return self.memory_tokens + (self.kept_position[:, 0] >= 0).sum(1)
 
-    def windows(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """What is held of the window's tokens: keys, values, log weights and scores."""
-        return self.local_key, self.local_value, self.local_log_weight, self.local_score
+    def windows(self) -> Tokens:
+        """What is held of the window's tokens."""
+        return Tokens(self.local_key, self.local_value, self.local_log_weight, self.local_score)
 
-    def checked_for(self, tokens: Projections, places: int, rule: MemoryRule) -> "InfiniState":
+    def checked_for(self, tokens: Tokens, places: int, rule: MemoryRule) -> "InfiniState":
         """The state that a call of these tokens continues, with so many `places` and the memory of
         this rule, or a ValueError. The window gets the wider dtype of the two: one call may run
         under autocast and the next one without."""
         shapes = [
             None if part is None else (*part.shape[:2], places, part.shape[3])
-            for part in tokens[1:]
+            for part in tokens[:4]
         ]
         wanted: dict[str, Any] = dict(zip(WINDOWS, shapes, strict=True))
         heads, width = tokens.key.shape[:2], tokens.key.shape[3]
@@ -177,15 +272,15 @@ class InfiniState:
             lambda window, new: window.to(torch.promote_types(window.dtype, new.dtype)), tokens
         )
 
-    def map_windows(self, function: Callable[..., Tensor], *tokens: Projections) -> "InfiniState":
+    def map_windows(self, function: Callable[..., Tensor], *tokens: Tokens) -> "InfiniState":
         """The state with `function(window, *what the tokens have for the same)` for each of its
         windows."""
-        windows = zip(WINDOWS, self.windows(), *(each[1:] for each in tokens), strict=True)
+        windows = zip(WINDOWS, self.windows(), *tokens, strict=False)
         return self.having(
             **{name: None if old is None else function(old, *new) for name, old, *new in windows}
         )
 
-    def after(self, layout, **tensors: Tensor | None) -> "InfiniState":
+    def after(self, layout: Layout, **tensors: Tensor | None) -> "InfiniState":
         """The state after a call with this [`Layout`], which left these memory, normaliser and
         windows."""
         counts = {name: getattr(layout, name) for name in COUNTS}
@@ -214,7 +309,8 @@ FIELDS = tuple(field.name for field in fields(InfiniState))
 class AttentionCall(NamedTuple):
     """What [`attend`] computes: [`infini_attention`] on a layout that is already made."""
 
-    tokens: Projections  # with the `learned_score` for the score
+    query: Tensor  # `[batch, heads, tokens, head_dim]`, not rotated
+    tokens: Tokens  # with the `learned_score` for the score, `[batch, kv_heads, tokens]`
     gate: Any  # β, `[heads]`; `None` where the rule has no memory
     # [`segment_layout`] of the tokens: a StepLayout or a GridLayout, as `fits` has found
     layout: Any
@@ -243,3 +339,76 @@ class AttentionCall(NamedTuple):
 # What [`attend`] returns: the output; the state, and the local weights, which may be `None` where
 # they are not asked for
 Attended = tuple[Tensor, InfiniState | None, Tensor | None]
+
+
+def last_position(
+    tokens: int, real: Tensor | None, position_ids: Tensor | None, before: Tensor
+) -> Tensor:
+    """[`Layout.last_position`], `[batch]`, of so many tokens; `before`: that before them."""
+    if position_ids is None:
+        return before + (tokens if real is None else real.sum(1))
+    if real is None:
+        return position_ids[:, -1].long()
+    latest = torch.where(real, torch.arange(tokens, device=real.device), -1).amax(1)
+    return torch.where(
+        latest >= 0, position_ids.gather(1, latest.clamp(min=0).unsqueeze(1)).squeeze(1), before
+    )
+
+
+def pad(tensor: Tensor, widths: Sequence[int]) -> Tensor:
+    """`F.pad` with zeros. Booleans are padded as numbers: of compared and padded ones torch.compile
+    makes invalid C++."""
+    return (
+        F.pad(tensor.to(torch.uint8), widths).to(torch.bool)
+        if tensor.dtype == torch.bool
+        else F.pad(tensor, widths)
+    )
+
+
+def check_shapes(
+    batch: int,
+    tokens: int,
+    attention_mask: Tensor | None,
+    memory_mask: Tensor | None,
+    position_ids: Tensor | None,
+) -> None:
+    """ValueError unless these are `[batch, tokens]`, positions perhaps `[1, tokens]`, or `None`."""
+    given = {
+        "attention_mask": attention_mask,
+        "memory_mask": memory_mask,
+        "position_ids": position_ids,
+    }
+    for name, part in given.items():
+        if part is None:
+            continue
+        if not isinstance(part, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {part!r:.60}.")
+        whole = name != "position_ids" or not (part.is_floating_point() or part.is_complex())
+        if (
+            not whole
+            or part.shape != (batch, tokens)
+            and (name != "position_ids" or part.shape != (1, tokens))
+        ):
+            raise ValueError(
+                f"{name} must be [batch, tokens] = [{batch}, {tokens}], got {list(part.shape)} of "
+                f"{part.dtype}; positions are whole numbers. With a state it covers only the new "
+                "tokens."
+            )
+
+
+def bool_mask(name: str, mask: Tensor | None, read_back: bool) -> Tensor | None:
+    """A mask of 0 and 1 as bool; read_back: whether its values may be read back from the device
+    now."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    wrong = ((mask != 0) & (mask != 1)).any()
+    message = (
+        f"{name} must hold 1 for tokens that count and 0 for those that do not; this one of dtype "
+        f"{mask.dtype} has other values. A mask that is added to scores (0 and -inf) is not "
+        "taken: pass mask == 0."
+    )
+    if not read_back:
+        torch._assert_async(~wrong, message)
+    elif wrong:
+        raise ValueError(message)
+    return mask.to(torch.bool)

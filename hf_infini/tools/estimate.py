@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from transformers import AutoModel, PreTrainedConfig
 
-from ..cache.cache import cache_bytes, dtype_of
+from ..cache.files import cache_bytes, dtype_of
 from ..models.families import infini_class, infini_config
 from ..models.patching import convert_config
 from ..models.structure import attention_layers, decoder_of

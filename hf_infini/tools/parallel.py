@@ -23,9 +23,8 @@ from transformers.cache_utils import Cache
 from ..cache.cache import InfiniCache
 from ..compat.cache_name import CACHE
 from ..models.base import memory_mask_of
-from ..ops.checks import bool_mask
-from ..ops.layout.build import segment_layout
-from ..ops.state import OF_LAYER, InfiniState, Projections
+from ..ops.layout.grid import segment_layout
+from ..ops.state import OF_LAYER, InfiniState, Tokens, bool_mask
 from ..options import check_number, first_layers
 
 # What loading or saving writes into a configuration, perhaps on one rank only
@@ -217,7 +216,7 @@ class ShardCache(InfiniCache):
                 "Start all with the same."
             )
 
-    def received_state(self, layer: int, state: InfiniState, tokens: Projections) -> InfiniState:
+    def received_state(self, layer: int, state: InfiniState, tokens: Tokens) -> InfiniState:
         """The state that these tokens of a layer continue; `state`: the one that it knows of."""
 
         def as_after(window: Tensor, new: Tensor | None) -> Tensor:  # a call of such tokens

@@ -133,4 +133,4 @@ def naive_attend(call):
         name: getattr(call.softmax, name) for name in ("rotary", "turn", "scaling", "softcap")
     }
     given |= {"log_weight": call.tokens.log_weight, "state": call.state, "return_state": True}
-    return *naive_infini_attention(*call.tokens[:3], call.gate, **given), None
+    return *naive_infini_attention(call.query, *call.tokens[:2], call.gate, **given), None

@@ -39,7 +39,7 @@ each_rule = pytest.mark.parametrize(
 )
 def sizes(request, monkeypatch):
     monkeypatch.setitem(hf_infini.ops.backends.grid.GROUP_ELEMENTS, "cpu", request.param[0])
-    monkeypatch.setattr(hf_infini.ops.window, "FEW_QUERIES", request.param[1])
+    monkeypatch.setattr(hf_infini.ops.equations, "FEW_QUERIES", request.param[1])
     monkeypatch.setitem(hf_infini.ops.rules.scan.GROUPED_STATE, "cpu", request.param[2])
 
 

@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache
 
 from decoders import decoder
 from hf_infini import InfiniCache, patch_model
-from hf_infini.cache.cache import TEXT_END
+from hf_infini.cache.cache import TEXT_END, digest_after
 from hf_infini.cache.files import read_memory_file, write_memory_file
-from hf_infini.cache.identity import different_weights, digest_after, sample_of
+from hf_infini.cache.identity import different_weights, sample_of
 from memories import MIXED, each, read
 from models import causal_mha, generate, infini_gpt2, token_ids
 

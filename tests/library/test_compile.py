@@ -21,8 +21,8 @@ from hf_infini import InfiniCache, patch_model, unpatch_model
 from hf_infini.cache.step_cache import StepCache
 from hf_infini.compat.cache_name import CACHE, cache_of
 from hf_infini.models import generation
-from hf_infini.ops.layout.build import segment_layout
-from hf_infini.ops.window import FEW_ROWS, product
+from hf_infini.ops.equations import FEW_ROWS, product
+from hf_infini.ops.layout.grid import segment_layout
 from hf_infini.options import Window
 from models import causal_mha, infini_gpt2, token_ids
 

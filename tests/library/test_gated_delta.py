@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from hf_infini import patch_model
-from hf_infini.ops.memory import FEATURE_MAPS
+from hf_infini.ops.equations import FEATURE_MAPS
 from hf_infini.ops.rules import memory_rule
 from hf_infini.ops.rules.gated_delta import gated_delta_scan
 from models import gpt2, token_ids

@@ -224,7 +224,7 @@ def naive(call, value, gate, skipped, return_state=False):
         "return_state": return_state,
     }
     return naive_infini_attention(
-        call.tokens.query, key, value, gate, **window._asdict(), **options, **given
+        call.query, key, value, gate, **window._asdict(), **options, **given
     )
 
 
@@ -248,7 +248,7 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
 
     def run(call):
         calls.append(call)
-        return torch.zeros_like(call.tokens.query), None, None
+        return torch.zeros_like(call.query), None, None
 
     watched = next(number for number in (1, 0) if layers[number].kind == "infini")
     layer, module = layers[watched], attentions(model)[watched]
@@ -283,7 +283,7 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     assert_close(layer.memory_share, sizes[0] / (sizes[0] + sizes[1]), 1e-9)
 
     # A token's score with itself is the same with rotation and without
-    query, key = call.tokens.query, call.tokens.key
+    query, key = call.query, call.tokens.key
     own = (query * key.repeat_interleave(heads // key.shape[1], 1)).sum(
         -1
     ) * call.softmax.scaling_of(query)

@@ -16,7 +16,7 @@ import hf_infini
 from cases import assert_equals_reference, keeping_case, plain_case, random_cuts, state_before
 from hf_infini import infini_attention
 from hf_infini.ops.keeping import SCORES
-from hf_infini.ops.keeping.choose import Kept
+from hf_infini.ops.state import Tokens
 from hf_infini.options import KEEP_SCORES
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def test_tokens_from_elsewhere_take_the_kept_places_for_good(score, update_rule)
     _, state = first.call(infini_attention)
     state, window = state.detach(), first.window()
     number = torch.tensor([-1, *range(3, window.kept_tokens + 2)])  # one place stays empty
-    given = Kept.of_state(state, window)._replace(
+    given = Tokens.kept_in(state, window)._replace(
         key=first.key[:, :, number.clamp(min=0)],
         value=first.value[:, :, number.clamp(min=0)],
         position=number.expand(2, 2, -1).unsqueeze(-1),

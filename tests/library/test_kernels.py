@@ -278,7 +278,7 @@ def test_scores_that_choose_are_not_rounded(compared, monkeypatch):
 # Where kernels are wrong, by the call; and in which kinds they are refused, of (learns, state
 # wanted, begun, kept, …)
 WRONG = {
-    "gradients": (lambda call: call.tokens.query.requires_grad, lambda form: form[0]),
+    "gradients": (lambda call: call.query.requires_grad, lambda form: form[0]),
     "continued texts": (lambda call: call.layout.begun, lambda form: form[2]),
     "kept tokens": (lambda call: call.layout.most_kept > 0, lambda form: form[3]),
     "padding": (lambda call: call.layout.source is not None, lambda form: not form[4]),

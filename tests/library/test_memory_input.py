@@ -9,7 +9,7 @@ from hf_infini.layers.memory_layer import SharedInputs
 from hf_infini.ops.backends import forced_backend
 from hf_infini.ops.backends.grid import attend_grid
 from hf_infini.ops.convolution import short_convolution
-from hf_infini.ops.layout.build import segment_layout
+from hf_infini.ops.layout.grid import segment_layout
 from hf_infini.options import Window
 from models import gpt2, infini_gpt2, token_ids
 

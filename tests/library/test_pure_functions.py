@@ -9,8 +9,8 @@ from hypothesis import given
 
 from cases import assert_same_state, cut_cases, examples
 from hf_infini import InfiniState, naive_infini_attention
-from hf_infini.ops.layout.build import restarts, segment_layout
-from hf_infini.ops.memory import FEATURE_MAPS
+from hf_infini.ops.equations import FEATURE_MAPS
+from hf_infini.ops.layout.grid import restarts, segment_layout
 from hf_infini.ops.scores import as_dot_product, scaled_dot_scores
 from hf_infini.options import Window
 

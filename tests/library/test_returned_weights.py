@@ -6,11 +6,11 @@ from hypothesis import given
 
 from cases import cut_cases, examples
 from hf_infini.ops.attention import attend
+from hf_infini.ops.equations import ScoreOptions
 from hf_infini.ops.keeping import SCORES
-from hf_infini.ops.layout.build import segment_layout
+from hf_infini.ops.layout.grid import segment_layout
 from hf_infini.ops.rules import memory_rule
-from hf_infini.ops.state import AttentionCall, InfiniState, Projections
-from hf_infini.ops.window import ScoreOptions
+from hf_infini.ops.state import AttentionCall, InfiniState, Tokens
 from hf_infini.options import Window
 from models import infini_gpt2, token_ids
 
@@ -60,15 +60,14 @@ def with_weights(case, cuts):
             for name, tensor in of_tokens.items()
         }
         layout = segment_layout(len(case.query), end - begin, window, state=state, **now)
-        pieces = Projections(
-            *(None if tensor is None else tensor[:, :, begin:end] for tensor in tensors)
-        )
+        query, *pieces = (None if tensor is None else tensor[:, :, begin:end] for tensor in tensors)
         if state is None:
-            weighted = pieces.log_weight is not None
+            weighted = pieces[-1] is not None
             state = InfiniState.initial(case.key, case.value, *window, rule=rule, weighted=weighted)
         output, state, weight = attend(
             AttentionCall(
-                pieces,
+                query,
+                Tokens(*pieces),
                 case.gate,
                 layout,
                 rule,

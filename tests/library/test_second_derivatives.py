@@ -12,7 +12,7 @@ from torch.autograd import gradgradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hf_infini.ops.backends.grid
-import hf_infini.ops.window
+import hf_infini.ops.equations
 from cases import assert_same_gradients, cut_cases, examples, keeping_case, plain_case
 from hf_infini import infini_attention, naive_infini_attention
 from hf_infini.ops.rules import memory_rule

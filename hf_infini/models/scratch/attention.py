@@ -11,7 +11,8 @@ from transformers.cache_utils import Cache
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from ...layers.memory_layer import MemoryLayerMixin, SharedInputs
-from ...ops.layout.build import segment_layout
+from ...ops.equations import ScoreOptions
+from ...ops.layout.grid import segment_layout
 from ...ops.positions import alibi_bias, relative_key_bias, rotate, rotation
 from ...ops.scores import (
     additive_scores,
@@ -21,7 +22,6 @@ from ...ops.scores import (
     scaled_dot_scores,
     visible_softmax,
 )
-from ...ops.window import ScoreOptions
 from ...options import key_heads
 from .configuration import ATTENTION_OPTIONS, CausalMHAConfig
 from .options import IN_EMBEDDING, RELATIVE

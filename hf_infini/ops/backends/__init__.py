@@ -11,9 +11,9 @@ from importlib import import_module
 
 import torch
 
-from ..layout.base import GridLayout
+from ..equations import MemoryRule
+from ..layout.grid import GridLayout
 from ..layout.step import StepLayout
-from ..memory import MemoryRule
 from ..state import Attended, AttentionCall
 from .grid import attend_grid
 from .step import attend_step
@@ -70,7 +70,7 @@ def _fits_kernels(call: AttentionCall) -> tuple[bool, str]:
     """Whether the kernels compute the call; the first reason against it."""
     if torch.compiler.is_compiling():  # before anything that a graph would have to follow
         return False, "a graph of torch.compile, which fuses plain torch itself"
-    query, key, value = call.tokens[:3]
+    query, key, value = call.query, *call.tokens[:2]
     # These two at once, for every layer asks at every new token
     if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return False, "not on a CUDA device"
@@ -108,7 +108,7 @@ def _with_closed_memory(call: AttentionCall) -> AttentionCall:
     """The call as the kernels know it: without a memory it is one whose memory nobody reads."""
     if call.rule.holds:
         return call
-    (query, key, value), state = call.tokens[:3], call.state
+    query, (key, value), state = call.query, call.tokens[:2], call.state
     memory = state.memory.new_zeros(*key.shape[:2], key.shape[3], value.shape[3])
     state = state.having(memory=memory, normaliser=memory[..., 0])
     gate = query.new_full((query.shape[1],), CLOSED, dtype=torch.float32)

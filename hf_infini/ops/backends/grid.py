@@ -12,10 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..keeping.choose import KeptInGrid, choosable_segments, sinks_before_kept, with_kept
-from ..layout.base import GridLayout
-from ..state import Attended, AttentionCall, InfiniState
-from ..window import ScoreOptions, window_attention
+from ..equations import ScoreOptions, window_attention
+from ..keeping.choose import (
+    add_received,
+    choosable_segments,
+    choose_leaving,
+    grid_scores,
+    scored,
+    sinks_before_kept,
+    with_kept,
+)
+from ..layout.grid import GridLayout
+from ..state import Attended, AttentionCall, InfiniState, Tokens
 
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
 
@@ -23,11 +31,11 @@ GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
 def attend_grid(call: AttentionCall) -> Attended:
     """[`attend`] for any call but one of a token per row, by plain torch, one group of segments
     after the other."""
-    tokens, gate, layout, rule, softmax, state, *_ = call
-    keeping, outputs, all_weights = keeping_of(call), [], []
+    query, tokens, gate, layout, rule, softmax, state, *_ = call
+    (kept, scores), outputs, all_weights = kept_before(call), [], []
     size, sinks = group_size(layout, tokens.key), layout.window.sink_tokens
-    queries_of = layout.to_grid(tokens.query, None).transpose(2, 3).split(size, 1)
-    pairs: Any = zip(tokens[1:4], state.windows(), strict=False)  # of keys, values and log weights
+    queries_of = layout.to_grid(query, None).transpose(2, 3).split(size, 1)
+    pairs: Any = zip(tokens[:3], state.windows(), strict=False)  # of keys, values and log weights
     windows_of = [
         [None] * len(queries_of) if new is None else layout.windows(new, old).split(size, 1)
         for new, old in pairs
@@ -45,9 +53,9 @@ def attend_grid(call: AttentionCall) -> Attended:
             windows[1],
             compared_window(queries, windows[0], layout, softmax, begin, end),
         )
-        if keeping is not None:
-            keeping.see((compared, keys, mask), begin, end, softmax)
-            seen, evicted = keeping.choose(leaving, begin, end)
+        if kept is not None:
+            add_received(call, scores, (compared, keys, mask), begin, end)
+            seen, kept, evicted = choose_leaving(call, kept, scores, leaving, begin, end)
             if evicted is not None:
                 leaving, written = evicted[:3], evicted.position >= 0
             keys, values, mask = with_kept(keys, values, mask, seen, layout, softmax, begin, end)
@@ -68,16 +76,16 @@ def attend_grid(call: AttentionCall) -> Attended:
         begin = end
     output = layout.from_grid(outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
     weights = _weights_per_token(torch.cat(all_weights, 1), layout) if softmax.written_out else None
-    return output, state_after(call, keeping, after) if call.return_state else None, weights
+    return output, state_after(call, kept, scores, after) if call.return_state else None, weights
 
 
-def keeping_of(call: AttentionCall) -> KeptInGrid | None:
-    """`None` where nothing is kept while the call is computed, nor asked for after it."""
-    return (
-        KeptInGrid(call)
-        if call.layout.most_kept or (call.layout.window.kept_tokens and call.return_state)
-        else None
-    )
+def kept_before(call: AttentionCall) -> tuple[Tokens | None, Any]:
+    """What is kept before the call, and [`grid_scores`]; both `None` where nothing is kept while
+    the call is computed, nor asked for after it."""
+    layout = call.layout
+    if not (layout.most_kept or (layout.window.kept_tokens and call.return_state)):
+        return None, None
+    return Tokens.kept_in(call.state, layout.window), grid_scores(call)
 
 
 def compared_window(
@@ -95,14 +103,15 @@ def compared_window(
 
 
 def state_after(
-    call: AttentionCall, keeping: KeptInGrid | None, memory_and_normaliser: Any
+    call: AttentionCall, kept: Tokens | None, scores: Any, memory_and_normaliser: Any
 ) -> InfiniState:
-    """The state after a call that ended with this memory and normaliser."""
+    """The state after a call that ended with this memory and normaliser, and, where tokens are
+    kept, with these and these [`grid_scores`]."""
     tokens, layout, state = call.tokens, call.layout, call.state
-    if keeping is not None:
-        tokens, state = keeping.scored(tokens, state)
+    if kept is not None:
+        tokens, state = scored(call, scores)
     state = state.map_windows(lambda window, new: layout.next_window(new, window), tokens)
-    state = state if keeping is None else keeping.kept.into(state, layout.window)
+    state = state if kept is None else kept.into(state, layout.window)
     # Copies, for these are two of many states that the call made, and would keep all of them in
     # memory
     memory, normaliser = (part.clone() for part in memory_and_normaliser)

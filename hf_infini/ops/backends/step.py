@@ -4,23 +4,20 @@ A row whose segment is full writes the oldest segment of its window into the mem
 window one segment on.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..keeping.choose import Kept, keep_best
+from ..equations import MemoryRule, are_few, masked_scores, product, softmax_weights
+from ..keeping.choose import keep_best
 from ..keeping.score import TokenScore
 from ..layout.step import SegmentBorder
-from ..memory import MemoryRule
-from ..state import OF_LAYER, Attended, AttentionCall, InfiniState
-from ..window import are_few, masked_scores, product, softmax_weights
+from ..state import OF_LAYER, Attended, AttentionCall, InfiniState, Tokens
 
 
 def attend_step(call: AttentionCall) -> Attended:
     """[`attend`] for one token per row, which returns the weights wherever they are written out."""
-    tokens, gate, layout, rule, softmax, state, keep_score, _, in_place, *_ = call
+    new_query, tokens, gate, layout, rule, softmax, state, keep_score, _, in_place, *_ = call
     own_scores = state.local_score
 
     def put(window: Tensor, new: Tensor) -> Tensor:
@@ -32,7 +29,7 @@ def attend_step(call: AttentionCall) -> Attended:
     state = state.map_windows(put, tokens)
     keys, values, *_ = state.windows()
 
-    query = softmax.compared(tokens.query, layout.slot.unsqueeze(1), layout.first_number)
+    query = softmax.compared(new_query, layout.slot.unsqueeze(1), layout.first_number)
     seen_keys, seen_values = (
         softmax.compared(keys[:, :, layout.seen], layout.turned, layout.first_number),
         values[:, :, layout.seen],
@@ -73,7 +70,7 @@ def attend_step(call: AttentionCall) -> Attended:
     with torch.autocast(keys.device.type, enabled=False):
         if rule.holds:
             held = state.memory.unsqueeze(1), state.normaliser.unsqueeze(1)
-            local, query = output.unsqueeze(1), tokens.query.unsqueeze(1)
+            local, query = output.unsqueeze(1), new_query.unsqueeze(1)
             output = rule.mix(local, query, held, gate, layout.filled).squeeze(1)
         state = with_segments_complete(rule, keep_score, state, layout)
     if layout.real is not None:
@@ -91,17 +88,14 @@ def with_segments_complete(
 
     def complete(taken_in, numbers, *parts):
         rows, kept = state.having(**dict(zip(old, parts, strict=True))), None
-        oldest: Any = (
-            None if window is None else border.oldest(window).unsqueeze(1)
-            for window in rows.windows()
-        )
-        keys, values, log_weights, scores = oldest  # [B, 1, K, L, dim]
+        leaving = rows.windows().map(lambda window: border.oldest(window).unsqueeze(1))
+        keys, values, log_weights, scores, _ = leaving  # [B, 1, K, L, dim]
         mask, dtype = taken_in[:, None, None, :], rows.memory.dtype
         if border.window.kept_tokens:
             number = numbers[:, None, None, :, None].expand_as(scores[..., :1])
             leaving, before = (
-                Kept(keys, values, log_weights, scores, number),
-                Kept.of_state(rows, border.window),
+                leaving._replace(position=number),
+                Tokens.kept_in(rows, border.window),
             )
             taken = taken_in.unsqueeze(1)
             _, kept, evicted = keep_best(

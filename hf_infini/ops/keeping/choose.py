@@ -15,16 +15,16 @@ leave the window: `[B, K, places + N · C, …]`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...options import Window
-from ..layout.base import GridLayout, pad
-from ..state import AttentionCall, InfiniState, Projections
-from ..window import ScoreOptions, masked_scores
+from ..equations import ScoreOptions, masked_scores
+from ..layout.grid import GridLayout
+from ..state import AttentionCall, InfiniState, Tokens, pad
 from .score import TokenScore
 
 # rows times segments among which is chosen at a time
@@ -32,78 +32,6 @@ CHOICE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
 # Of each segment that leaves, `[B, N]`, and of those that are read while they do, and after, `[B, N
 # + 1]`
 Documents = tuple[Tensor, Tensor]
-
-
-class Kept(NamedTuple):
-    """Tokens of each row's document, `[B, K, tokens, …]` each, as in [`Projections`]; `position`:
-    the number of the token in its document, int64, `[B, K, tokens, 1]`; −1 where there is none, and
-    the others mean nothing."""
-
-    key: Tensor
-    value: Any
-    log_weight: Tensor | None
-    score: Any
-    position: Tensor
-
-    @classmethod
-    def of_state(cls, state: InfiniState, window: Window) -> "Kept":
-        """What a state keeps."""
-        position: Any = state.kept_position
-        places = slice(window.sink_tokens, window.ahead)
-        parts: Any = (None if part is None else part[:, :, places] for part in state.windows())
-        key, value, log_weight, score = parts
-        return cls(key, value, log_weight, score.detach(), position.unsqueeze(-1))
-
-    def into(self, state: InfiniState, window: Window) -> InfiniState:
-        """The state with these tokens in its kept places, of which there are as many."""
-
-        def put(part, kept):
-            sinks = part[:, :, : window.sink_tokens]
-            # they need none
-            sinks = torch.zeros_like(sinks) if part is state.local_score else sinks
-            kept = kept.masked_fill(self.position < 0, 0).to(part.dtype)
-            return torch.cat([sinks, kept, part[:, :, window.ahead :]], 2)
-
-        state = state.map_windows(put, Projections(self.key, *self[:4]))
-        return state.having(kept_position=self.position[..., 0].contiguous())
-
-    def instead(self, state: InfiniState, window: Window) -> InfiniState:
-        """The state that keeps these tokens of its document, wherever they have been, in place of
-        its own: [`into`] with scores so high that no later token takes their places."""
-        score = torch.full_like(self.score, torch.finfo(self.score.dtype).max)
-        left, filled = state.tokens_left(), (self.position[:, 0, :, 0] >= 0).sum(1)
-        state = self._replace(score=score).into(state, window)
-        return state.having(memory_tokens=left - filled)
-
-    def map(self, function: Callable[..., Tensor], *others: "Kept") -> "Kept":
-        """`function(part, *of the others)` for each part that there is."""
-        parts: Any = (
-            None if own is None else function(own, *rest)
-            for own, *rest in zip(self, *others, strict=True)
-        )
-        return Kept(*parts)
-
-    def taken(self, index: Tensor) -> "Kept":
-        """The tokens at these indices, `[B, N, K, tokens, …]` each; `index`: `[B, N, K, tokens]`,
-        −1 for none."""
-        rows = row_numbers(index, self.position.shape[2])
-        found = self.map(
-            lambda part: part.flatten(0, 2).index_select(0, rows).unflatten(0, index.shape)
-        )
-        return found._replace(position=found.position.masked_fill((index < 0).unsqueeze(-1), -1))
-
-
-def row_numbers(index: Tensor, count: int) -> Tensor:
-    """Of the rows at `index` `[B, …, K, tokens]` of `[B, K, count, …]`, the places in `[B · K ·
-    count, …]`; any for −1."""
-    batch, heads = index.shape[0], index.shape[-2]
-    first = (
-        torch.arange(batch * heads, device=index.device).view(
-            batch, *(1,) * (index.dim() - 3), heads, 1
-        )
-        * count
-    )
-    return (index.clamp(min=0) + first).flatten()
 
 
 @torch.no_grad()
@@ -145,69 +73,59 @@ def sinks_before_kept(
     return compared.unflatten(0, sinks.shape[:2])
 
 
-class KeptInGrid:
-    """What is kept while a call goes through the groups of its grid: `kept`, before the group, and
-    then after it; and `scores` of the grid's tokens so far, `[B, w + segments, K, C, R]`, of which
-    the first w segments are empty."""
+def grid_scores(call: AttentionCall) -> Tensor:
+    """Scores of the grid's tokens, `[B, w + segments, K, C, R]`, as they are before the call; the
+    first w segments are empty."""
+    layout, state = call.layout, call.state
+    scores = layout.to_grid(call.tokens.score, state.local_score).detach().transpose(2, 3)
+    return pad(scores, (0,) * 6 + (layout.window.local_segments, 0)).clone()
 
-    def __init__(self, call: AttentionCall):
-        layout, state, new = call.layout, call.state, call.tokens.score
-        self.layout, self.evicts, self.keep_score = layout, call.rule.holds, call.keep_score
-        self.kept = Kept.of_state(state, layout.window)
-        scores = layout.to_grid(new, state.local_score).detach().transpose(2, 3)
-        self.scores = pad(scores, (0,) * 6 + (layout.window.local_segments, 0)).clone()
-        ones = torch.ones(layout.batch, 1, layout.tokens, 1, dtype=torch.bool, device=scores.device)
-        self.asking = layout.to_grid(ones, None)[..., 0, 0]
 
-    def see(self, compared: Any, begin: int, end: int, softmax: ScoreOptions) -> None:
-        """Adds what the tokens of these segments' windows receive, where that counts; `compared`:
-        [`compared_window`]."""
-        if self.keep_score.receiving is None:
-            return
-        query, key, mask = compared
-        received = received_attention(
-            query, key, mask, self.asking[:, begin:end].unsqueeze(2), softmax
-        )
-        received = (
-            received[..., self.layout.window.sink_tokens :]
-            .unflatten(-1, (-1, self.layout.slots))
-            .movedim(3, 0)
-        )
-        for shift, of_segments in enumerate(received):
-            self.scores[:, begin + shift : end + shift, ..., self.keep_score.receiving] += (
-                of_segments
-            )
+def add_received(
+    call: AttentionCall, scores: Tensor, compared: tuple[Tensor, ...], begin: int, end: int
+) -> None:
+    """Adds to the scores, [`grid_scores`], what the tokens of the windows of segments `begin …
+    end` receive, where that counts; `compared`: [`compared_window`]."""
+    column, layout, (query, key, mask) = call.keep_score.receiving, call.layout, compared
+    if column is None:
+        return
+    asking = layout.asking(begin, end).unsqueeze(2)
+    received = received_attention(query, key, mask, asking, call.softmax)
+    in_segments = received[..., layout.window.sink_tokens :].unflatten(-1, (-1, layout.slots))
+    for shift, of_segments in enumerate(in_segments.movedim(3, 0)):
+        scores[:, begin + shift : end + shift, ..., column] += of_segments
 
-    def choose(self, leaving: Sequence[Any], begin: int, end: int) -> tuple[Kept, Kept | None]:
-        """What segments `begin … end` see of what is kept, and evict: [`keep_best`]. `leaving`:
-        keys, values and log weights of the tokens that leave while they are read, `[B, N, K, C, …]`
-        each. All that these have received is known."""
-        layout, scores, written = (
-            self.layout,
-            self.scores[:, begin:end],
-            self.layout.written[:, begin:end],
-        )
-        documents = layout.documents(begin, end) if layout.packed else None
-        position = layout.delayed_numbers(begin, end)[:, :, None, :, None].expand_as(
-            scores[..., :1]
-        )
-        new = Kept(leaving[0], leaving[1], leaving[2], scores, position)
-        seen, self.kept, evicted = keep_best(
-            self.kept, new, written, self.keep_score, layout.window, documents, self.evicts
-        )
-        return seen, evicted
 
-    def scored(self, tokens: Projections, state: InfiniState) -> tuple[Projections, InfiniState]:
-        """The call's tokens, and the state's window, with what they have received."""
-        layout, window = self.layout, state.tensors()["local_score"].detach().clone()
-        scores, end = (
-            self.scores[:, layout.window.local_segments :].transpose(2, 3),
-            layout.carried_to,
-        )
-        window[:, :, end - layout.carried : end] = scores.flatten(1, 2)[
-            :, : layout.carried
-        ].transpose(1, 2)
-        return tokens._replace(score=layout.from_grid(scores)), state.having(local_score=window)
+def choose_leaving(
+    call: AttentionCall, kept: Tokens, scores: Tensor, leaving: Sequence[Any], begin: int, end: int
+) -> tuple[Tokens, Tokens, Tokens | None]:
+    """What segments `begin … end` see of what is kept; what is kept after them; and what they
+    evict: [`keep_best`]. `kept`: before them; `scores`: [`grid_scores`], with all that these have
+    received; `leaving`: keys, values and log weights of the tokens that leave while they are read,
+    `[B, N, K, C, …]` each."""
+    layout, scores = call.layout, scores[:, begin:end]
+    documents = layout.documents(begin, end) if layout.packed else None
+    position = layout.delayed_numbers(begin, end)[:, :, None, :, None].expand_as(scores[..., :1])
+    return keep_best(
+        kept,
+        Tokens(leaving[0], leaving[1], leaving[2], scores, position),
+        layout.written[:, begin:end],
+        call.keep_score,
+        layout.window,
+        documents,
+        call.rule.holds,
+    )
+
+
+def scored(call: AttentionCall, scores: Tensor) -> tuple[Tokens, InfiniState]:
+    """The call's tokens, and its state's window, with what they have received by its end:
+    [`grid_scores`]."""
+    layout, window = call.layout, call.state.tensors()["local_score"].detach().clone()
+    scores, end = scores[:, layout.window.local_segments :].transpose(2, 3), layout.carried_to
+    carried = scores.flatten(1, 2)[:, : layout.carried].transpose(1, 2)
+    window[:, :, end - layout.carried : end] = carried
+    tokens = call.tokens._replace(score=layout.from_grid(scores))
+    return tokens, call.state.having(local_score=window)
 
 
 def choosable_segments(layout: GridLayout, key: Tensor) -> int:
@@ -222,7 +140,7 @@ def with_kept(
     keys: Tensor,
     values: Tensor,
     mask: Tensor,
-    seen: Kept,
+    seen: Tokens,
     layout: GridLayout,
     softmax: ScoreOptions,
     begin: int,
@@ -246,14 +164,14 @@ def with_kept(
 
 
 def keep_best(
-    kept: Kept,
-    leaving: Kept,
+    kept: Tokens,
+    leaving: Tokens,
     written: Tensor,
     keep_score: TokenScore,
     window: Window,
     documents: Documents | None = None,
     evicts: bool = True,
-) -> tuple[Kept, Kept, Kept | None]:
+) -> tuple[Tokens, Tokens, Tokens | None]:
     """What each segment sees of what is kept, `[B, N, K, places, …]`; what is kept after the last,
     `[B, K, places, …]`; and what the memory takes in after each, `[B, N, K, C, …]` (`None`: there
     is none), the first and the last without scores. `leaving`: the tokens of the segments that

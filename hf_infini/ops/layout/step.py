@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...options import Window
-from ..state import COUNTS, InfiniState
-from .base import Layout, last_position, pad
+from ..state import COUNTS, InfiniState, Layout, last_position, pad
 
 
 @dataclass(frozen=True, kw_only=True)

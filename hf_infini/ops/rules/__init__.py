@@ -4,7 +4,7 @@
 from importlib import import_module
 
 from ...options import UPDATE_RULES
-from ..memory import MemoryRule
+from ..equations import MemoryRule
 
 RULES: dict[str, type[MemoryRule]] = {MemoryRule.update_rule: MemoryRule}
 RULES |= {name: import_module(f"{__name__}.{name}").Rule for name in UPDATE_RULES[1:]}

@@ -1,6 +1,6 @@
 """The delta rule, as in the paper: M ← M + σ(K)ᵀ (V − σ(K) M / (σ(K) z + ε)),  z ← z + Σ σ(k)."""
 
-from ..memory import MemoryRule, running_sum
+from ..equations import MemoryRule, running_sum
 from .scan import DeltaScan
 
 

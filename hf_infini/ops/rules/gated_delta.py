@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..memory import MemoryRule, Written
-from ..window import product
+from ..equations import MemoryRule, Written, product
 from .scan import DeltaScan
 
 # Logits of β and α before training: β = 1/2; α = 0.999994, of which 16,384 tokens leave 90 %, and

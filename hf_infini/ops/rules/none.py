@@ -1,6 +1,6 @@
 """No memory: a token that leaves the window and is not kept is forgotten."""
 
-from ..memory import MemoryRule
+from ..equations import MemoryRule
 
 
 class Rule(MemoryRule):

@@ -1,4 +1,4 @@
-"""The scan of the rules that are affine in the memory. Shapes as in memory.py; `N` blocks:
+"""The scan of the rules that are affine in the memory. Shapes as in equations.py; `N` blocks:
 segments, or chunks of them."""
 
 import math

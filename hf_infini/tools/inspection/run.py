@@ -28,11 +28,10 @@ from ...models.structure import attention_layers, decoder_of
 from ...ops.backends import forced_backend
 from ...ops.backends.grid import attend_grid
 from ...ops.checks import Model, check_ids, check_types
-from ...ops.layout.base import GridLayout
-from ...ops.memory import MemoryRule
+from ...ops.equations import MemoryRule, ScoreOptions, masked_scores
+from ...ops.layout.grid import GridLayout
 from ...ops.scores import visible_softmax
-from ...ops.state import Attended, AttentionCall, InfiniState, Projections
-from ...ops.window import ScoreOptions, masked_scores
+from ...ops.state import Attended, AttentionCall, InfiniState, Tokens
 from ...options import layer_kinds
 from .heads import KEPT, MEMORY, NONE, SINK, WINDOW, Inspection, LayerInspection, token_texts
 
@@ -209,10 +208,10 @@ def _memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     gives the local attention, an open one what the memory reads (equation 5). Both are linear in
     the values: of unit vectors they are the weights."""
     widened: Any = (None if part is None else _widen(part) for part in call.tokens)
-    call = call._replace(tokens=Projections(*widened))
+    call = call._replace(query=_widen(call.query), tokens=Tokens(*widened))
     if not call.rule.holds:  # as with a memory that nobody reads
-        rule, heads = MemoryRule(), call.tokens.query.shape[1]
-        closed = call.tokens.query.new_full((heads,), -torch.inf)
+        rule, heads = MemoryRule(), call.query.shape[1]
+        closed = call.query.new_full((heads,), -torch.inf)
         call = call._replace(rule=rule, gate=closed)
     gate = _widen(call.gate)
     local, weights, _ = _attended(call, torch.full_like(gate, -torch.inf))
@@ -271,7 +270,7 @@ def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor
 def _scores(call: AttentionCall, weights: Tensor) -> Tensor:
     """`[B, H, T, T]`, of which these are the softmax: that of a token with itself says what all
     others of its row are."""
-    softmax, query = call.softmax, call.tokens.query
+    softmax, query = call.softmax, call.query
     key = call.tokens.key.repeat_interleave(query.shape[1] // call.tokens.key.shape[1], 1)
     place = slice(0, 1)  # both in the same place of the window, whichever it is
     own = (softmax.compared(query, place) * softmax.compared(key, place)).sum(

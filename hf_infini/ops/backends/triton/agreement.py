@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ....options import Window
 from ...keeping import SCORES
-from ...layout.build import segment_layout
-from ...state import AttentionCall, InfiniState, Projections
+from ...layout.grid import segment_layout
+from ...state import AttentionCall, InfiniState, Tokens
 from ..grid import attend_grid
 from .attend import run
 
@@ -30,7 +30,8 @@ _found: dict[Any, str | None] = {}
 def disagreement(call: AttentionCall) -> str | None:
     """Why the kernels are not used for calls of this kind; `None`: they are right. A warning says
     it, too."""
-    (query, key, value, log_weight, _), layout, softmax = call.tokens, call.layout, call.softmax
+    query, (key, value, log_weight, *_) = call.query, call.tokens
+    layout, softmax = call.layout, call.softmax
     device, turn, tables, said = query.device, softmax.turn, softmax.rotary, None
     gate: Any = call.gate  # of a rule that kernels compute
     dtype = (
@@ -38,8 +39,10 @@ def disagreement(call: AttentionCall) -> str | None:
         if torch.is_autocast_enabled(device.type)
         else query.dtype
     )
-    parts = [part for part in (*call.tokens[:4], call.gate, call.state.memory) if part is not None]
-    learns = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+    parts = [query, key, value, log_weight, call.gate, call.state.memory]
+    learns = torch.is_grad_enabled() and any(
+        part is not None and part.requires_grad for part in parts
+    )
     sizes = (
         query.shape[1::2],
         key.shape[1],
@@ -107,7 +110,8 @@ def disagreement(call: AttentionCall) -> str | None:
 def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[float]:
     """How far what the kernels find is from plain torch's in float32, of the largest number of each
     tensor."""
-    (query, key, value, log_weight, _), layout, softmax = call.tokens, call.layout, call.softmax
+    query, (key, value, log_weight, *_) = call.query, call.tokens
+    layout, softmax = call.layout, call.softmax
     (length, local, sinks, kept), device = layout.window, query.device
     gate_dtype = torch.float32 if call.gate is None else call.gate.dtype
     draw, most = torch.Generator(device).manual_seed(0), (local + 1) * length
@@ -164,7 +168,8 @@ def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[
             part.to(torch.promote_types(kind, part.dtype)).clone() for part in softmax.rotary
         )
         made = (
-            Projections(inputs[0], inputs[1], inputs[2], *rest),
+            inputs[0],
+            Tokens(inputs[1], inputs[2], *rest),
             inputs[len(leaves)],
             laid_out,
             call.rule,

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ...keeping.choose import Kept, KeptInGrid, row_numbers
-from ...layout.base import GridLayout
+from ...keeping.choose import add_received, choose_leaving
+from ...layout.grid import GridLayout
 from ...positions import rotate
-from ...state import Attended, AttentionCall
-from ..grid import compared_window, group_size, keeping_of, state_after
+from ...state import Attended, AttentionCall, Tokens, row_numbers
+from ..grid import compared_window, group_size, kept_before, state_after
 from . import backward, forward
 from .parts import INTERPRETED, Constants, Known, Rows, Seeing, Window
 
@@ -154,17 +154,12 @@ class Launcher:
 
 def run(call: AttentionCall) -> Attended:
     """As [`attend_grid`], for a call that fits."""
-    layout, state, query, keeping, before = (
-        call.layout,
-        call.state,
-        call.tokens.query,
-        keeping_of(call),
-        None,
-    )
+    layout, state, query, before = call.layout, call.state, call.query, None
+    kept, scores = kept_before(call)
     kind, after = query.device.type, None
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     source = [
-        _source(layout, *pair) for pair in zip(call.tokens[1:4], state.windows(), strict=False)
+        _source(layout, *pair) for pair in zip(call.tokens[:3], state.windows(), strict=False)
     ]
     query, key, value = (_readable(part.to(dtype)) for part in (query, *source[:2]))
     memory_key = None if source[2] is None else _readable(key.float() + source[2].float())
@@ -172,25 +167,25 @@ def run(call: AttentionCall) -> Attended:
         before = torch.cat([state.memory.flatten(2), state.normaliser], 2)
     with torch.cuda.device_of(query):  # else Triton takes the current one
         launcher = Launcher(call, query, key, value)
-        chosen = _chosen(call, keeping, launcher)
+        ahead, evicted, kept = _chosen(call, kept, scores, launcher)
         output, last = Attend.apply(
-            query, key, value, memory_key, *chosen, call.gate, before, launcher
+            query, key, value, memory_key, ahead, evicted, call.gate, before, launcher
         )
     if last is not None:
         after = (
             last[..., : -key.shape[3]].unflatten(2, (key.shape[3], -1)),
             last[..., -key.shape[3] :],
         )
-        if keeping is not None:
-            index = keeping.kept.key[..., 0].masked_fill(keeping.kept.position[..., 0] < 0, 0)
+        if kept is not None:
+            index = kept.key[..., 0].masked_fill(kept.position[..., 0] < 0, 0)
             rows = row_numbers(index, key.shape[2])
             found: Any = [
                 x if x is None else x.flatten(0, 2)[rows].unflatten(0, index.shape) for x in source
             ]
-            keeping.kept = keeping.kept._replace(key=found[0], value=found[1], log_weight=found[2])
+            kept = kept._replace(key=found[0], value=found[1], log_weight=found[2])
     return (
         output.to(call.tokens.value.dtype),
-        state_after(call, keeping, after) if call.return_state else None,
+        state_after(call, kept, scores, after) if call.return_state else None,
         None,
     )
 
@@ -208,23 +203,23 @@ def _source(layout: GridLayout, new: Any, window: Any) -> Any:
 
 @torch.no_grad()
 def _chosen(
-    call: AttentionCall, keeping: KeptInGrid | None, launcher: Launcher
-) -> tuple[Tensor | None, Tensor | None]:
-    """`ahead` of a [`Window`]; and what the memory takes in instead of segments, `[batch, kv_heads,
-    segments, slots]`, `None` where nothing is kept. Afterwards the kept keys of `keeping` are
-    numbers of source rows."""
-    layout, state, (query, key, *_), chosen = call.layout, call.state, call.tokens, []
+    call: AttentionCall, kept: Tokens | None, scores: Any, launcher: Launcher
+) -> tuple[Tensor | None, Tensor | None, Tokens | None]:
+    """`ahead` of a [`Window`]; what the memory takes in instead of segments, `[batch, kv_heads,
+    segments, slots]`; and what is kept after the call, whose keys are numbers of source rows. Both
+    are `None` where nothing is kept. `kept`, `scores`: [`kept_before`]."""
+    layout, state, key, chosen = call.layout, call.state, call.tokens.key, []
     first, ahead, before = launcher.first, launcher.ahead, layout.carried_to - layout.carried
-    if keeping is None and not (layout.begun and ahead):  # sinks are among the keys
-        return None, None
+    if kept is None and not (layout.begun and ahead):  # sinks are among the keys
+        return None, None, None
     found = key.new_full((*key.shape[:2], layout.segments, ahead), -1, dtype=torch.int32)
     if layout.window.sink_tokens:
         rows = torch.where(
             layout.sink_rows < before, layout.sink_rows, layout.sink_rows - before + first
         )
         found[..., : layout.window.sink_tokens] = rows.unsqueeze(1)
-    if keeping is None:
-        return found, None
+    if kept is None:
+        return found, None, None
     rows = (
         torch.arange(layout.segments * layout.slots, device=key.device)
         if layout.source is None
@@ -232,13 +227,12 @@ def _chosen(
     )
     rows = layout.delay((rows + first).view(-1, layout.segments, layout.slots))
     rows = rows[:, :, None, :, None].expand(layout.batch, -1, key.shape[1], -1, -1)
-    kept = torch.arange(layout.window.sink_tokens, layout.window.ahead, device=key.device).view(
-        -1, 1
-    )
-    keeping.kept = Kept(kept.expand(*key.shape[:2], -1, -1), None, None, *keeping.kept[3:])
+    places = torch.arange(layout.window.sink_tokens, layout.window.ahead, device=key.device)
+    places = places.view(-1, 1).expand(*key.shape[:2], -1, -1)
+    kept = Tokens(places, None, None, *kept[3:])
     grids = (
-        (layout.to_grid(query, None).transpose(2, 3), layout.windows(key, state.local_key))
-        if keeping.keep_score.receiving is not None
+        (layout.to_grid(call.query, None).transpose(2, 3), layout.windows(key, state.local_key))
+        if call.keep_score.receiving is not None
         else None
     )
     size = group_size(layout, key)
@@ -248,8 +242,10 @@ def _chosen(
             compared = compared_window(
                 grids[0][:, of], grids[1][:, of], layout, call.softmax, begin, end
             )
-            keeping.see(compared, begin, end, call.softmax)
-        chosen.append(keeping.choose((rows[:, of], None, None), begin, end))
+            add_received(call, scores, compared, begin, end)
+        leaving = rows[:, of], None, None
+        seen, kept, evicted = choose_leaving(call, kept, scores, leaving, begin, end)
+        chosen.append((seen, evicted))
     seen, evicted = (
         torch.cat([part.key.masked_fill(part.position < 0, -1) for part in parts], 1)[
             ..., 0
@@ -258,7 +254,7 @@ def _chosen(
     )
     if layout.most_kept:
         found[..., layout.window.sink_tokens :] = seen
-    return found if ahead else None, evicted.int().contiguous()
+    return found if ahead else None, evicted.int().contiguous(), kept
 
 
 def _readable(x: Tensor) -> Tensor:
