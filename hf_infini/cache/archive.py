@@ -1,16 +1,18 @@
 """Everything that a cache has read, exactly: un-rotated keys and values of every token, outside of
-the device. Nothing of it is attended to; a question takes from it what it looks at
-([`hf_infini.recall`])."""
+the device. Nothing of it is attended to before a question recalls it
+([`InfiniCache.recall`])."""
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# Tokens in which an archive is gone through, from its first on: sums then do not depend on the
-# calls in which it was filled. A multiple of every size of a block
-SPAN = 4096
+from ..ops.recall import have_left, recall_score, recalled_numbers
+from ..ops.state import InfiniState, Tokens
+from ..options import Window
+
+SPAN = 4096  # tokens of a piece that is large enough
 # Tokens of calls after which they are moved into the rows, which on an accelerator waits for it
 PENDING_TOKENS = 256
 
@@ -19,8 +21,8 @@ class Piece(NamedTuple):
     """Some successive tokens of a document."""
 
     ids: Tensor  # `[tokens]`, int64; −2 for embeddings
-    # `[tokens]` bool: which of them a memory takes in, and may be recalled
-    recalled: Tensor
+    # `[tokens]` bool: which of them may be recalled: those that a memory would take in
+    eligible: Tensor
     # of each layer, `[kv_heads, tokens, head_dim]` and `[kv_heads, tokens, value_dim]`
     layers: dict[int, tuple[Tensor, Tensor]]
 
@@ -33,7 +35,7 @@ class Piece(NamedTuple):
         pieces = (self, *others)
         return Piece(
             function([each.ids for each in pieces], 0),
-            function([each.recalled for each in pieces], 0),
+            function([each.eligible for each in pieces], 0),
             {
                 number: (
                     function([each.layers[number][0] for each in pieces], 1),
@@ -53,22 +55,15 @@ class Row(NamedTuple):
     def tokens(self) -> int:
         return sum(piece.tokens for piece in self.pieces)
 
-    def spans(self, end: int) -> Iterator[tuple[int, Piece]]:
-        """The tokens up to number `end`, `SPAN` at a time, and the number of the first of each."""
-        for begin in range(0, end, SPAN):
-            yield begin, self.between(begin, min(begin + SPAN, end))
+    @property
+    def ids(self) -> Tensor:
+        """`[tokens]`, [`Piece.ids`] of all."""
+        return torch.cat([piece.ids for piece in self.pieces])
 
-    def between(self, begin: int, end: int) -> Piece:
-        """The tokens with these numbers; views where they are in one piece."""
-        found, first = [], 0
-        for piece in self.pieces:
-            low, high = max(begin - first, 0), min(end - first, piece.tokens)
-            if low < high:
-                found.append(
-                    piece.map(lambda parts, dim, a=low, n=high - low: parts[0].narrow(dim, a, n))
-                )
-            first += piece.tokens
-        return found[0] if len(found) == 1 else found[0].map(torch.cat, *found[1:])
+    @property
+    def eligible(self) -> Tensor:
+        """`[tokens]`, [`Piece.eligible`] of all."""
+        return torch.cat([piece.eligible for piece in self.pieces])
 
     def taken(self, layer: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer of the tokens with these numbers, `[tokens]`, in ascending
@@ -85,7 +80,7 @@ class Row(NamedTuple):
         """The row with more tokens. Of two neighbours where the second is no smaller one is made,
         so that there are few, and every token is copied a few times only."""
         pieces = [*self.pieces, new]
-        while len(pieces) > 1 and pieces[-2].tokens <= min(pieces[-1].tokens, SPAN // 2):
+        while len(pieces) > 1 and pieces[-2].tokens <= min(pieces[-1].tokens, SPAN):
             last = pieces.pop()
             pieces[-1] = pieces[-1].map(torch.cat, last)
         return Row(tuple(pieces))
@@ -110,14 +105,14 @@ class Call(NamedTuple):
 
     ids: Tensor  # `[batch, tokens]`
     real: Tensor  # `[batch, tokens]` bool: which are no padding
-    recalled: Tensor  # `[batch, tokens]` bool, as in [`Piece`]
+    eligible: Tensor  # `[batch, tokens]` bool, as in [`Piece`]
     seen: Tensor  # `[batch]`, tokens of the row's document after it
     layers: dict[int, tuple[Tensor, Tensor]]  # `[batch, kv_heads, tokens, …]`
 
     def and_then(self, *calls: "Call") -> "Call":
         """This one and others after it as one."""
         every = (self, *calls)
-        parts = ([getattr(call, name) for call in every] for name in ("ids", "real", "recalled"))
+        parts = ([getattr(call, name) for call in every] for name in ("ids", "real", "eligible"))
         layers = {
             number: tuple(
                 torch.cat([call.layers[number][side] for call in every], 2) for side in (0, 1)
@@ -130,8 +125,8 @@ class Call(NamedTuple):
         """The tokens of a row, without padding, in host memory: copies, or all rows of the call
         would be held."""
         real = self.real[row]
-        rows = [self.ids[row, real], self.recalled[row, real]]
-        ids, recalled = (part.to("cpu", copy=True) for part in rows)
+        rows = [self.ids[row, real], self.eligible[row, real]]
+        ids, eligible = (part.to("cpu", copy=True) for part in rows)
         whole = bool(real.all())
         layers = {
             number: tuple(
@@ -140,7 +135,7 @@ class Call(NamedTuple):
             )
             for number, parts in self.layers.items()
         }
-        return Piece(ids, recalled, layers)
+        return Piece(ids, eligible, layers)
 
 
 class Archive:
@@ -181,6 +176,66 @@ class Archive:
         return sum(
             part.nbytes
             for piece in pieces.values()
-            for part in (piece.ids, piece.recalled, *sum(piece.layers.values(), ()))
+            for part in (piece.ids, piece.eligible, *sum(piece.layers.values(), ()))
         )
 
+
+
+def questions_of(question: Tensor | Sequence, rows: int) -> list[Tensor]:
+    """The ids of the question of each row, `[tokens]`; ValueError where there are not as many."""
+    given: Any = question
+    several = len(given) > 0 and not (isinstance(given[0], int) or _is_number(given[0]))
+    each = [torch.as_tensor(ids, dtype=torch.long, device="cpu") for ids in given] if several else [
+        torch.as_tensor(given, dtype=torch.long, device="cpu")
+    ] * rows
+    if len(each) == 1:
+        each = each * rows
+    if len(each) != rows or any(ids.dim() != 1 for ids in each):
+        raise ValueError(
+            f"give the ids of one question, [tokens], or of {rows}, one for each row of the cache; "
+            f"got {len(each)}."
+        )
+    return each
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, Tensor) and given.dim() == 0
+
+
+def recalled(
+    state: InfiniState,
+    rows: Sequence[Row],
+    relevance: Sequence[Tensor],
+    layer: int,
+    window: Window,
+    displaced: bool,
+) -> InfiniState:
+    """The state of a layer whose kept tokens are those of the most relevant blocks.
+
+    Args:
+        rows, relevance: of the cache, and of the blocks of each, [`block_relevance`].
+        layer: its number.
+        window: of the layer.
+        displaced: as of [`recall_score`].
+    """
+    own, found = Tokens.kept_in(state, window), []
+    for number, (row, of_blocks) in enumerate(zip(rows, relevance, strict=True)):
+        first, end = have_left(row.tokens, window)
+        if int(row.eligible[first:end].sum()) <= window.kept_tokens:  # all of them are kept
+            found.append([part[number] for part in (own.key, own.value, own.score, own.position)])
+            continue
+        choice = of_blocks, row.eligible, first, end, window.kept_tokens
+        numbers, ranks = recalled_numbers(*choice)
+        key, value = (part.to(state.local_key) for part in row.taken(layer, numbers))
+        score, position = (
+            part.to(state.local_key.device).view(1, -1, 1).expand(len(key), -1, width)
+            for part, width in (
+                (recall_score(ranks, displaced), own.score.shape[-1]),
+                (numbers, 1),
+            )
+        )
+        found.append([key, value, score.to(own.score.dtype), position])
+    key, value, score, position = (torch.stack(parts) for parts in zip(*found, strict=True))
+    # what is never written into a memory again has no use for its weight
+    weight = None if own.log_weight is None else torch.zeros_like(own.log_weight)
+    return Tokens(key, value, weight, score, position).instead(state, window)

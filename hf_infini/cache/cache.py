@@ -23,9 +23,11 @@ from transformers.cache_utils import (
 from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
 from ..ops.checks import check_types
+from ..ops.recall import block_relevance
+from ..ops.rules import RULES
 from ..ops.state import InfiniState
 from ..options import MemoryOptions, check_number
-from .archive import Archive, Call
+from .archive import Archive, Call, questions_of, recalled
 from .files import (
     DESCRIBED_INDIRECTLY,
     WITHOUT_EFFECT,
@@ -107,12 +109,13 @@ class InfiniCache(Cache):
             TEXT_END]`, the last ids, −1 before the first and −2 for embeddings; `text_digest`
             `[batch, 2]`, [`digest_after`] of all ids (not of a file of earlier versions);
             `documents`, see [`kept_layers_masks`], where padding needs it.
-        archive: what the cache has read, exactly, outside of the device, where [`hf_infini.recall`]
-            finds it; `None`: nothing is archived.
+        archive: keys and values of all tokens that were read, outside of the device, where
+            [`InfiniCache.recall`] finds them; `None`: they are not archived.
 
     Args:
         config: of the model that reads.
-        archive: whether keys and values of all tokens are archived while they are read.
+        archive: whether keys and values of all tokens are archived, in host memory, while they are
+            read.
     """
 
     layers: Any  # each an InfiniLayer, or transformers' own
@@ -206,6 +209,46 @@ class InfiniCache(Cache):
     def _archive_rows(self, rows: Tensor) -> None:
         if self.archive is not None and self.state is not None:
             self.archive = self.archive.chosen(rows.tolist())
+
+    @check_types
+    def recall(self, question: Tensor | Sequence, *, terms: Tensor | None = None) -> "InfiniCache":
+        """A copy of the cache in which what a question asks for takes the places of kept tokens:
+        the blocks of 64 tokens that share the rarest terms with it, [`block_relevance`], in all
+        layers alike. Read the question with it next. Where all tokens are in sight anyway, and
+        where none has anything in common with the question, the latest are kept.
+
+        Args:
+            question: the ids of what is asked, `[tokens]` for all rows, or one of these for each.
+            terms: of each id of the vocabulary its term, `[vocabulary]`, int64; −1: none. `None`:
+                each is one. [`Reader`] has those that do not differ in case or a space.
+
+        Raises:
+            ValueError: nothing is archived, or there are not as many questions as rows.
+        """
+        if self.archive is None or self.state is None:
+            raise ValueError(
+                "recall finds what was read in an archive, and this cache has "
+                f"{'none' if self.archive is None else 'read nothing yet'}: have "
+                "InfiniCache(model.config, archive=True) read the text."
+            )
+        rows, cache = self.archive.rows, copy.copy(self)
+        questions = questions_of(question, len(rows))
+        seen = self.state.tokens_seen.tolist()
+        if [row.tokens for row in rows] != seen:
+            raise ValueError(
+                f"the archive has {[row.tokens for row in rows]} tokens and the cache {seen}: make "
+                "a new cache and read the text again."
+            )
+        relevance = [
+            block_relevance(*(ids if terms is None else _terms_of(ids, terms) for ids in pair))
+            for pair in zip((row.ids for row in rows), questions, strict=True)
+        ]
+        displaced = not RULES[self._config.update_rule].holds
+        for number, window in self.windows.items():
+            layer = cache.layers[number]
+            if window.kept_tokens:
+                layer.state = recalled(layer.state, rows, relevance, number, window, displaced)
+        return cache
 
     @property
     def batch_size(self) -> int:
@@ -537,6 +580,12 @@ def digest_after(digest: Tensor | None, ids: Tensor) -> Tensor:
     mixed = (mixed ^ (mixed >> 29)) * FOR_BOTH
     hashed = (mixed ^ (mixed >> 32)).sum(1, keepdim=True)
     return digest + torch.cat([torch.full_like(hashed, ids.shape[1]), hashed], 1)
+
+
+def _terms_of(ids: Tensor, terms: Tensor) -> Tensor:
+    """The terms of ids; −1 for embeddings, and for ids beyond the vocabulary."""
+    known = (ids >= 0) & (ids < len(terms))
+    return torch.where(known, terms[ids.where(known, 0)], -1)
 
 
 def _nothing() -> None:

@@ -1,56 +1,89 @@
-"""Which of the tokens that a document has had a question looks at: the choice that fills the places
-of kept tokens from an archive.
+"""Recall: which blocks of a document a question asks for, by the terms that they share.
 
-The tokens of a document are in *blocks* of B, by their numbers. How much a question looks at a
-block is
+The document is cut into blocks of B tokens, by their numbers. A block's relevance is its BM25
+(Robertson and Zaragoza 2009), with blocks for documents and tokens for terms:
 
-    w(block) = Σ over layers and key/value heads of
-               max over the question's tokens q, and the heads of the group, of
-               Σ over the block's tokens t of softmax_t(scaling · q · k_t)
+    bm25(b) = Σ over the question's tokens t of idf(t) · f · (k1 + 1) / (f + k1 · (1 − c + c · n / n̄))
+    idf(t)  = log(1 + (blocks − df + 1/2) / (df + 1/2))
 
-without rotation, that is, as if all tokens were equally far, where the softmax is over all tokens
-that have left the window, but sinks. The blocks with the largest w fill the places, all layers
-alike; ties go to the earlier block.
+with f the times that t is in b, df the blocks that have it, n the terms of b and n̄ their mean, and
+what answers a question is often beside what it shares words with:
+
+    relevance(b) = Σ over |d| ≤ REACH of (1 − |d| / (REACH + 1)) · bm25(b + d)
+
+The most relevant blocks fill the places of kept tokens; of equal ones the earlier. Where fewer have
+any relevance, the latest tokens fill the rest.
 """
-
-from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from .window import ScoreOptions, masked_scores
+from ..options import Window
+
+BLOCK_TOKENS = 64  # B
+REACH = 2  # blocks before and after
+K1, C = 1.5, 0.75
 
 
-def block_weights(
-    query: Tensor,
-    keys: Iterable[tuple[Tensor, Tensor]],
-    softmax: ScoreOptions,
-    block_tokens: int,
-) -> Tensor:
-    """What the heads of a layer look at, `[blocks]`, float32: the sum over its key/value heads of w
-    (see above).
+def block_relevance(terms: Tensor, question: Tensor) -> Tensor:
+    """The relevance of each block of a document, `[blocks]`, float64.
 
     Args:
-        query: `[heads, tokens, head_dim]`, un-rotated.
-        keys: of successive spans of the document, from its beginning on, each but the last a whole
-            number of blocks: keys `[kv_heads, tokens, head_dim]`, un-rotated, and which of these
-            may be recalled, `[tokens]` bool.
-        softmax: how they are compared; without positions.
-        block_tokens: tokens in a block.
+        terms: of the document's tokens, `[tokens]`, int64; −1: none.
+        question: of the question's, `[tokens]`, int64; −1: none.
     """
-    logs, whole = [], None
-    for key, recalled in keys:
-        # [kv_heads, heads of a group · tokens, keys]
-        asked = query.unflatten(0, (key.shape[0], -1)).flatten(1, 2).to(key.dtype)
-        scores = masked_scores(asked, key, None, softmax).float()
-        scores = scores.masked_fill(~recalled, -torch.inf)
-        missing = -scores.shape[-1] % block_tokens
-        scores = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
-        logs.append(scores.unflatten(-1, (-1, block_tokens)).logsumexp(-1))
-        of_span = logs[-1].logsumexp(-1, keepdim=True)
-        whole = of_span if whole is None else torch.logaddexp(whole, of_span)
-    if whole is None:
-        return query.new_zeros(0, dtype=torch.float32)
-    # Where nothing may be recalled all is −∞
-    weights = (torch.cat(logs, -1) - whole).exp().nan_to_num(0.0)
-    return weights.amax(1).sum(0)
+    blocks = -(-len(terms) // BLOCK_TOKENS)
+    padded = torch.nn.functional.pad(terms, (0, blocks * BLOCK_TOKENS - len(terms)), value=-1)
+    grid = padded.view(blocks, BLOCK_TOKENS)
+    lengths = (grid >= 0).sum(1).double()
+    norms = K1 * (1 - C + C * lengths / lengths.mean().clamp(min=1))
+    found = torch.zeros(blocks + 2 * REACH, dtype=torch.float64)
+    bm25 = found[REACH : REACH + blocks]
+    wanted, times = question[question >= 0].unique(return_counts=True)
+    for term, count in zip(wanted.tolist(), times.tolist(), strict=True):
+        frequency = (grid == term).sum(1).double()
+        having = int((frequency > 0).sum())
+        rarity = torch.tensor(1 + (blocks - having + 0.5) / (having + 0.5), dtype=torch.float64)
+        bm25 += count * rarity.log() * frequency * (K1 + 1) / (frequency + norms)
+    weights = 1 - torch.arange(-REACH, REACH + 1, dtype=torch.float64).abs() / (REACH + 1)
+    return found.unfold(0, 2 * REACH + 1, 1) @ weights
+
+
+def recalled_numbers(
+    relevance: Tensor, eligible: Tensor, first: int, end: int, places: int
+) -> tuple[Tensor, Tensor]:
+    """The numbers of the tokens that fill so many places, `[places or fewer]`, ascending, and the
+    rank of the block of each, 0 for the most relevant one.
+
+    Args:
+        relevance: [`block_relevance`].
+        eligible: `[tokens]` bool, which tokens of the document may be recalled.
+        first, end: of these the numbers from `first` to before `end`.
+        places: how many.
+    """
+    blocks = torch.arange(len(relevance))
+    # of equal ones the earlier; without any, the later
+    order = torch.where(relevance > 0, blocks, -blocks).argsort(stable=True)
+    order = order[relevance[order].argsort(descending=True, stable=True)]
+    numbers = order.unsqueeze(1) * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
+    ranks = blocks.unsqueeze(1).expand_as(numbers)[(numbers >= first) & (numbers < end)]
+    numbers = numbers[(numbers >= first) & (numbers < end)]
+    allowed = eligible[numbers]
+    numbers, by_number = numbers[allowed][:places].sort()
+    return numbers, ranks[allowed][:places][by_number]
+
+
+def have_left(seen: int, window: Window) -> tuple[int, int]:
+    """Of a document of which `seen` tokens were read, those that have left this window, but sinks:
+    the numbers from the first to before the second."""
+    begun = max(0, seen // window.segment_length - window.local_segments)
+    return window.sink_tokens, max(begun * window.segment_length, window.sink_tokens)
+
+
+def recall_score(ranks: Tensor, displaced: bool) -> Tensor:
+    """Scores of recalled tokens by the rank of their block. Where they may be `displaced`, each is
+    below all that a [`TokenScore`] gives, and the least relevant ones make room for what is read
+    after them; a memory would take in once more what it has, so with one they stay."""
+    if displaced:
+        return -(2.0**100) * (1 + ranks.float())
+    return torch.full_like(ranks, torch.finfo(torch.float32).max, dtype=torch.float32)

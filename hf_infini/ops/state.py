@@ -60,11 +60,9 @@ class Tokens(NamedTuple):
 
     def instead(self, state: "InfiniState", window: Window) -> "InfiniState":
         """The state that keeps these tokens of its document, wherever they have been, in place of
-        its own: [`into`] with scores so high that no later token takes their places."""
-        score = torch.full_like(self.score, torch.finfo(self.score.dtype).max)
+        its own: [`into`]."""
         left, filled = state.tokens_left(), (self.position[:, 0, :, 0] >= 0).sum(1)
-        state = self._replace(score=score).into(state, window)
-        return state.having(memory_tokens=left - filled)
+        return self.into(state, window).having(memory_tokens=left - filled)
 
     def map(self, function: Callable[..., Tensor], *others: "Tokens") -> "Tokens":
         """`function(part, *of the others)` for each part that there is."""
