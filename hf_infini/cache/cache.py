@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ from ..ops.checks import check_types
 from ..ops.recall import block_relevance
 from ..ops.rules import RULES
 from ..ops.state import InfiniState
-from ..options import MemoryOptions, check_number
-from .archive import Archive, Call, questions_of, recalled
+from ..options import MemoryOptions, check_number, key_heads
+from .archive import Archive, Call, Recalled, loaded, questions_of, saved, with_recalled
 from .files import (
     DESCRIBED_INDIRECTLY,
     WITHOUT_EFFECT,
@@ -213,9 +214,8 @@ class InfiniCache(Cache):
     @check_types
     def recall(self, question: Tensor | Sequence, *, terms: Tensor | None = None) -> "InfiniCache":
         """A copy of the cache in which what a question asks for takes the places of kept tokens:
-        the blocks of 64 tokens that share the rarest terms with it, [`block_relevance`], in all
-        layers alike. Read the question with it next. Where all tokens are in sight anyway, and
-        where none has anything in common with the question, the latest are kept.
+        the blocks of 64 tokens that share its rarest terms, [`block_relevance`], in all layers
+        alike. Give it the question next. Where all tokens are in sight anyway it changes nothing.
 
         Args:
             question: the ids of what is asked, `[tokens]` for all rows, or one of these for each.
@@ -231,23 +231,23 @@ class InfiniCache(Cache):
                 f"{'none' if self.archive is None else 'read nothing yet'}: have "
                 "InfiniCache(model.config, archive=True) read the text."
             )
-        rows, cache = self.archive.rows, copy.copy(self)
-        questions = questions_of(question, len(rows))
+        rows, cache = self.archive.rows(), copy.copy(self)
         seen = self.state.tokens_seen.tolist()
         if [row.tokens for row in rows] != seen:
             raise ValueError(
                 f"the archive has {[row.tokens for row in rows]} tokens and the cache {seen}: make "
                 "a new cache and read the text again."
             )
-        relevance = [
-            block_relevance(*(ids if terms is None else _terms_of(ids, terms) for ids in pair))
-            for pair in zip((row.ids for row in rows), questions, strict=True)
+        pairs = zip(rows, questions_of(question, len(rows)), strict=True)
+        recalled = [
+            Recalled(row, block_relevance(_terms_of(row.ids, terms), _terms_of(ids, terms)))
+            for row, ids in pairs
         ]
+        windows = {layer: window for layer, window in self.windows.items() if window.kept_tokens}
+        states = {layer: cache.layers[layer].state for layer in windows}
         displaced = not RULES[self._config.update_rule].holds
-        for number, window in self.windows.items():
-            layer = cache.layers[number]
-            if window.kept_tokens:
-                layer.state = recalled(layer.state, rows, relevance, number, window, displaced)
+        for layer, state in with_recalled(states, windows, recalled, displaced).items():
+            cache.layers[layer].state = state
         return cache
 
     @property
@@ -499,7 +499,11 @@ class InfiniCache(Cache):
             "tokens_seen": tokens_seen,
             "text_sha256": None if text_sha256 is None else list(text_sha256),
         }
-        write_memory_file(path, self.tensors(), record)
+        tensors = self.tensors()
+        if self.archive is not None:
+            record["archive"], of_archive = saved(self.archive, Path(path))
+            tensors |= of_archive
+        write_memory_file(path, tensors, record)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, by their names in a memory file."""
@@ -553,8 +557,13 @@ class InfiniCache(Cache):
         cache.text = {
             name: part.to(device_of(model))
             for name, part in tensors.items()
-            if not name.startswith("layers.")
+            if not name.startswith(("layers.", "archive."))
         }
+        if "archive" in record:
+            heads, *widths = key_heads(config)
+            parts = [(layer, heads, width) for layer in cache.windows for width in widths]
+            own = record["archive"], tensors, parts, record["tokens_seen"]
+            cache.archive = loaded(Path(path), *own)
         return cache
 
 
@@ -582,8 +591,10 @@ def digest_after(digest: Tensor | None, ids: Tensor) -> Tensor:
     return digest + torch.cat([torch.full_like(hashed, ids.shape[1]), hashed], 1)
 
 
-def _terms_of(ids: Tensor, terms: Tensor) -> Tensor:
+def _terms_of(ids: Tensor, terms: Tensor | None) -> Tensor:
     """The terms of ids; −1 for embeddings, and for ids beyond the vocabulary."""
+    if terms is None:
+        return ids.clamp(min=-1)
     known = (ids >= 0) & (ids < len(terms))
     return torch.where(known, terms[ids.where(known, 0)], -1)
 

@@ -12,6 +12,7 @@ JSON object, the record:
 | `columns` | tokens that the cache has passed, padding included |
 | `tokens_seen` | for each row, real tokens of its document |
 | `text_sha256` | for each row, the hash of its text as the caller gave it; or null |
+| `archive` | `file` beside this one with the blocks of an archive, and its `parts`; or not there |
 | `sha256` | of the record without this entry, and of the tensors: a damaged file is known by it |
 """
 
@@ -67,7 +68,7 @@ UNSAVED = FileKind(
 )
 TEXT_HASHES: Any = (list, NoneType)
 ENTRIES = {"format_version": int, "model": dict, "columns": int, "tokens_seen": list}
-ENTRIES |= {"text_sha256": TEXT_HASHES, "sha256": str}
+ENTRIES |= {"text_sha256": TEXT_HASHES, "archive": dict, "sha256": str}
 MODEL_ENTRIES = {"config": dict, "dtype": str, "adapters": list, "weights_sha256": str}
 
 
@@ -167,7 +168,7 @@ def read_memory_file(path: Place) -> tuple[dict, dict[str, Tensor]]:
             f"has format version {version!r}, and this version of hf_infini reads "
             f"{FORMAT_VERSION}; use the one that wrote the file",
         )
-    KIND.check_entries(path, record, ENTRIES)
+    KIND.check_entries(path, record, ENTRIES, {"archive"})
     if record.pop("sha256") != checksum(record, tensors):
         KIND.refuse(path, "is damaged: its content is not what was written (the checksums differ)")
     KIND.check_entries(path, record["model"], MODEL_ENTRIES)

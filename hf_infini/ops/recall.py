@@ -3,7 +3,8 @@
 The document is cut into blocks of B tokens, by their numbers. A block's relevance is its BM25
 (Robertson and Zaragoza 2009), with blocks for documents and tokens for terms:
 
-    bm25(b) = Σ over the question's tokens t of idf(t) · f · (k1 + 1) / (f + k1 · (1 − c + c · n / n̄))
+    bm25(b) = Σ over the question's tokens t of
+              idf(t) · f · (k1 + 1) / (f + k1 · (1 − c + c · n / n̄))
     idf(t)  = log(1 + (blocks − df + 1/2) / (df + 1/2))
 
 with f the times that t is in b, df the blocks that have it, n the terms of b and n̄ their mean, and
