@@ -13,8 +13,9 @@ import typer
 from huggingface_hub.constants import HF_HOME
 from transformers import TextStreamer
 
+from .cache.archive import archive_bytes, archives_of
 from .cache.cache import InfiniCache
-from .cache.files import MemoryFileError
+from .cache.files import MemoryFileError, kept_and_archived
 from .models.loading import fingerprint, load_config
 from .tools import cache_folder
 from .tools.documents import read_documents
@@ -40,6 +41,7 @@ KEPT = Path(HF_HOME) / "hf_infini"
 LENGTHS = [8_192, 131_072, 1_048_576]  # of texts, in `estimate`
 # of `inspect`: tokens of a model without a memory; and heads · tokens² of a page of some megabytes
 INSPECTED, PAGE_WEIGHTS = 200, 44_000_000
+SOURCES = 3  # passages that are shown of an answer
 COLDEST, HOTTEST = 1e-4, 1e4  # temperatures at which logits are numbers in every dtype
 
 
@@ -75,6 +77,24 @@ KeptTokens = Annotated[
         help=f"Tokens that a head keeps on average. [default: {KEPT_TOKENS}, or the adapter's]",
     ),
 ]
+Archived = Annotated[
+    bool,
+    typer.Option(
+        help="Keep all that is read on the disk, from where each question recalls what it asks "
+        "for. Without: what the cache did not keep is gone."
+    ),
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        help=f"From {COLDEST} to {HOTTEST:g} tokens are drawn; 0: the likeliest.",
+        callback=_temperature,
+    ),
+]
+Penalty = Annotated[
+    float,
+    typer.Option(min=0.1, max=10, help="Above 1: tokens that were there become less likely."),
+]
 NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: a GPU where there is one.")]
 Dtype = Annotated[
@@ -106,6 +126,12 @@ def ask(
         bool, typer.Option(help="The model's own template, or plain questions and answers.")
     ] = True,
     max_new_tokens: NewTokens = 300,
+    temperature: Temperature = 0,
+    repetition_penalty: Penalty = 1.0,
+    sources: Annotated[
+        bool, typer.Option(help="Show the passages that each answer looked at first.")
+    ] = False,
+    archive: Archived = True,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
@@ -113,21 +139,22 @@ def ask(
 ) -> None:
     """Reads documents once, and answers questions about them.
 
-    What was read is kept in a memory file: the next start reads nothing. A plain model without an
-    adapter gets a window and kept tokens, whose score is fitted first, on text of the documents;
-    that is kept, too.
+    What was read is kept in a memory file, and beside it in an archive, from which each question
+    recalls passages: the next start reads nothing. With --no-archive, a plain model without an
+    adapter gets a score of what to keep, which is fitted first, on text of the documents.
     """
     if memory is not None:
         check_output("--memory", memory, *documents)
     text = _text_of(documents)
-    net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, text)
+    net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, text, archive)
     tokenizer.chat_template = tokenizer.chat_template if chat_template else None
-    reader = Reader(net, tokenizer)
+    reader = Reader(net, tokenizer, archive=archive)
     roles = ("user", "assistant", "user")
     with while_("applying the chat template of", model, "--no-chat-template asks without it."):
         reader.rendered([{"role": role, "content": "?"} for role in roles])
     template = str(tokenizer.chat_template)
-    key = cache_folder.key_of(net, net.dtype, fingerprint(tokenizer), template, text)
+    parts = net.dtype, fingerprint(tokenizer), template, text, *(["archive"] if archive else [])
+    key = cache_folder.key_of(net, *parts)
     file = memory or KEPT / "memories" / f"{key}.safetensors"
     cache = _read(reader.read_document, text, file, mend=memory is None)
     if memory is None:
@@ -140,9 +167,21 @@ def ask(
         f"{plain / 1e6:,.1f} MB"
     )
     say(f"memory file: {file}")
-    answer = functools.partial(
-        reader.chat, max_new_tokens=max_new_tokens, streamer=_streamer(tokenizer)
-    )
+    if archive:
+        size = archive_bytes(net.config, tokens) / 1e6
+        say(
+            f"beside it, {size:,.1f} MB of archive, from which questions recall passages "
+            "(--no-archive: none, and what the cache did not keep is gone)"
+        )
+    drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    drawn |= {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty}
+
+    def answer(messages: list[dict[str, str]]) -> str:
+        said = reader.chat(messages, streamer=_streamer(tokenizer), **drawn)
+        for number, passage in enumerate(reader.sources[0][:SOURCES] if sources else (), 1):
+            say(f"  [{number}] {' '.join(passage.split())}")
+        return said
+
     for asked in question or ():
         say(f"> {asked}")
         with while_("answering", repr(asked), kept=f"{file} is kept: nothing is read again"):
@@ -161,16 +200,18 @@ def read(
             help="Memory file to write; after a kill the same command goes on.", dir_okay=False
         ),
     ],
+    archive: Archived = True,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Reads documents once, and writes a memory file for `continue`."""
+    """Reads documents once, and writes a memory file for `continue`, and its archive."""
     check_output("--out", out, *documents)
     text = _text_of(documents)
-    net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, text)
-    reading = functools.partial(Reader(net, tokenizer).read, split_special_tokens=True)
+    net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, text, archive)
+    reader = Reader(net, tokenizer, archive=archive)
+    reading = functools.partial(reader.read, split_special_tokens=True)
     cache = _read(reading, text, out)
     plain = estimate_cache(net.config, cache.get_seq_length()).plain
     say(
@@ -191,13 +232,7 @@ def go_on(
             help="What comes next; each of several goes on from the memory.", callback=_words
         ),
     ],
-    temperature: Annotated[
-        float,
-        typer.Option(
-            help=f"From {COLDEST} to {HOTTEST:g} tokens are drawn; 0: the likeliest.",
-            callback=_temperature,
-        ),
-    ] = 0,
+    temperature: Temperature = 0,
     max_new_tokens: NewTokens = 200,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
@@ -209,7 +244,10 @@ def go_on(
     Text and memory are tokenised apart: begin with the space or line break that belongs between
     them.
     """
-    net, tokenizer = _load(model, adapter, kept_tokens, device, dtype)
+    with while_("looking into the memory file", memory, "`hf-infini read` writes it again."):
+        kept, archive = kept_and_archived(memory)
+    kept_tokens = kept_tokens or (kept if archive and adapter is None else None)
+    net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, archive=archive)
     with while_("loading the memory file", memory, "`hf-infini read` writes it again."):
         reader = Reader(net, tokenizer, cache=InfiniCache.from_pretrained(memory, net))
     options: dict[str, Any] = (
@@ -354,18 +392,19 @@ def demo(
     port: Annotated[
         int, typer.Option(min=1, max=65535, help="Port of the page, which only this machine sees.")
     ] = 7860,
+    archive: Archived = True,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Serves a page for the browser that reads and answers. It shows the cache and what the heads
-    keep. A plain model needs --adapter, or a score that `ask` has fitted before."""
+    """Serves a page for the browser that reads and answers. It shows the cache, what the heads keep,
+    and the passages that an answer looked at."""
     from .tools.demo import Demo
 
-    net, tokenizer = _load(model, adapter, kept_tokens, device, dtype)
+    net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, archive=archive)
     with while_("serving the page on", f"--port {port}", kept="the page is closed"):
-        Demo(net, tokenizer).page().launch(server_port=port)
+        Demo(net, tokenizer, archive=archive).page().launch(server_port=port)
 
 
 @app.command(name="cache")
@@ -433,7 +472,7 @@ def _read(read, text: str, file: Path, mend: bool = False) -> InfiniCache:
             if not mend:
                 raise
             say(f"reading again, for {error}")
-            for each in (file, partial):
+            for each in (file, partial, *archives_of(file)):
                 each.unlink(missing_ok=True)
             return read(text, file=file)
 
@@ -453,9 +492,9 @@ def _chat(answer, file: Path) -> None:
         messages += [question, {"role": "assistant", "content": said}]
 
 
-def _load(model: str, adapter, kept_tokens, device: str, dtype: str, text: str | None = None):
+def _load(model: str, adapter, kept_tokens, device: str, dtype: str, text=None, archive=False):
     """[`load_ready`], with the fitted scores of the cache folder."""
-    return load_ready(model, adapter, kept_tokens, device, dtype, KEPT / "scores", text)
+    return load_ready(model, adapter, kept_tokens, device, dtype, KEPT / "scores", text, archive)
 
 
 def _places(config, kept: bool) -> int | None:

@@ -7,6 +7,7 @@ memory, or in a file of blocks one after the other ([`BlockFile`]), of which onl
 recalled are read.
 """
 
+import glob
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from ..ops.recall import BLOCK_TOKENS, have_left, recall_score, recalled_numbers
 from ..ops.state import InfiniState, Tokens
-from ..options import Window
+from ..options import Window, key_heads
 from .files import KIND as MEMORY
+from .files import dtype_of
 from .tensor_files import part_of
 
 # Tokens of calls after which they become blocks, which on an accelerator waits for it
@@ -289,6 +291,9 @@ class Archive:
         """The archive whose one row goes on in this file, which nobody else may write, with the
         blocks that it has; `None`: in host memory."""
         rows = self.rows()
+        if file is not None and file.exists():
+            used = sum(row.block_bytes * len(row.blocks) for row in rows)
+            os.truncate(file, min(used, file.stat().st_size))
         if file is not None and rows:
             [row] = rows
             there = BlockFile(file, row.block_bytes)
@@ -312,12 +317,13 @@ def saved(archive: Archive, path: Path) -> tuple[dict[str, Any], dict[str, Tenso
     blocks are written beside it first, unless they are in one file there already; into one that has
     its name from their checksums, so that older memory files keep theirs."""
     rows, tensors = archive.rows(), {}
-    files = {
+    own_name = path.with_name(path.name.removesuffix(".partial"))  # of a text that is being read
+    there = {
         block.file.path if isinstance(block, Stored) else None
         for row in rows
         for block in row.blocks
     }
-    if not (len(files) < 2 and all(file and file.parent == path.parent for file in files)):
+    if not (len(there) < 2 and all(file in archives_of(own_name) for file in there)):
         rows = _written(rows, path)
     for number, row in enumerate(rows):
         places = torch.tensor([block.place for block in row.blocks], dtype=torch.long)
@@ -328,6 +334,15 @@ def saved(archive: Archive, path: Path) -> tuple[dict[str, Any], dict[str, Tenso
     file = next((block.file.path.name for row in rows for block in row.blocks), None)
     parts = [[*part[:3], str(part.dtype).removeprefix("torch.")] for part in rows[0].parts]
     return {"file": file, "parts": parts}, tensors
+
+
+def archives_of(path: Path) -> list[Path]:
+    """The files of blocks that are there of a memory file of this name."""
+    names = glob.escape(path.name)
+    return [
+        path.with_name(f"{path.name}.archive"),
+        *path.parent.glob(f"{names}.{'[0-9a-f]' * 8}.archive"),
+    ]
 
 
 def _written(rows: Sequence[Row], path: Path) -> list[Row]:
@@ -402,6 +417,15 @@ def loaded(
             file.check(max(block.place for block in stored))
         rows.append(Row(held["ids"], held["eligible"], found, stored, held["tail"]))
     return Archive(rows)
+
+
+def archive_bytes(config: Any, tokens: int) -> int:
+    """Bytes that an archive of so many tokens takes, on a disk or in host memory, for a model of
+    this configuration, in its dtype (`None`: torch's default)."""
+    heads, *widths = key_heads(config)
+    numbers = len(config.infini_layers) * heads * sum(widths)
+    # and the token's id, and whether it may be recalled
+    return tokens * (numbers * dtype_of(config).itemsize + 9)
 
 
 def questions_of(question: Tensor | Sequence, rows: int) -> list[Tensor]:

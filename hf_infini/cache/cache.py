@@ -24,11 +24,20 @@ from transformers.cache_utils import (
 from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
 from ..ops.checks import check_types
-from ..ops.recall import block_relevance
+from ..ops.recall import BLOCK_TOKENS, block_relevance
 from ..ops.rules import RULES
-from ..ops.state import InfiniState
+from ..ops.state import InfiniState, Tokens
 from ..options import MemoryOptions, check_number, key_heads
-from .archive import Archive, Call, Recalled, loaded, questions_of, saved, with_recalled
+from .archive import (
+    Archive,
+    Call,
+    Recalled,
+    archives_of,
+    loaded,
+    questions_of,
+    saved,
+    with_recalled,
+)
 from .files import (
     DESCRIBED_INDIRECTLY,
     WITHOUT_EFFECT,
@@ -249,6 +258,20 @@ class InfiniCache(Cache):
         for layer, state in with_recalled(states, windows, recalled, displaced).items():
             cache.layers[layer].state = state
         return cache
+
+    def passages(self, row: int = 0) -> list[Tensor]:
+        """What a row keeps in the layer with the most places, by blocks of 64 tokens: their
+        numbers, `[tokens]` each; after a recall, the most relevant block first."""
+        layer = max(self.windows, key=lambda layer: self.windows[layer].kept_tokens)
+        window, state = self.windows[layer], self.layers[layer].state
+        if state is None or not window.kept_tokens:
+            return []
+        kept = Tokens.kept_in(state, window)
+        numbers, scores = kept.position[row, 0, :, 0].cpu(), kept.score[row, 0, :, 0].cpu()
+        numbers, scores = numbers[numbers >= 0], scores[numbers >= 0]
+        sizes = (numbers // BLOCK_TOKENS).unique_consecutive(return_counts=True)[1].tolist()
+        blocks = zip(numbers.split(sizes), scores.split(sizes), strict=True)
+        return [block for block, _ in sorted(blocks, key=lambda pair: -float(pair[1].max()))]
 
     @property
     def batch_size(self) -> int:
@@ -504,6 +527,10 @@ class InfiniCache(Cache):
             record["archive"], of_archive = saved(self.archive, Path(path))
             tensors |= of_archive
         write_memory_file(path, tensors, record)
+        if self.archive is not None:
+            for old in archives_of(Path(path)):
+                if old.name != record["archive"]["file"]:
+                    old.unlink(missing_ok=True)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, by their names in a memory file."""

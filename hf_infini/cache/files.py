@@ -24,6 +24,7 @@ from types import NoneType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -174,6 +175,18 @@ def read_memory_file(path: Place) -> tuple[dict, dict[str, Tensor]]:
     KIND.check_entries(path, record["model"], MODEL_ENTRIES)
     KIND.check_finite(path, tensors)
     return record, tensors
+
+
+def kept_and_archived(path: Place) -> tuple[int, bool]:
+    """How many tokens the model of a memory file keeps, and whether the file has an archive; only
+    its record is read. Errors as of [`read_memory_file`]."""
+    try:
+        with safe_open(path, "pt") as file:
+            record = KIND.object_of(path, (file.metadata() or {}).get(METADATA_KEY, ""))
+    except SafetensorError as error:
+        KIND.refuse(path, f"is damaged or no {KIND.name} ({error})")
+    config = record.get("model", {}).get("config", {})
+    return int(config.get("kept_tokens", 0)), "archive" in record
 
 
 def check_model(path: Place, record: dict, model: nn.Module) -> None:

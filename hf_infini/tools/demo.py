@@ -45,8 +45,11 @@ class Stopped(StoppingCriteria):
 class Demo:
     """What the page does; each page that is open has a [`Session`]."""
 
-    def __init__(self, model: Any, tokenizer: Any, max_new_tokens: int = 300):
+    def __init__(
+        self, model: Any, tokenizer: Any, max_new_tokens: int = 300, archive: bool = False
+    ):
         self.model, self.tokenizer, self.max_new_tokens = model, tokenizer, max_new_tokens
+        self.archive = archive
         Reader(model, tokenizer)  # says now, and not on the page, what it cannot take
 
     def read(
@@ -58,7 +61,7 @@ class Demo:
         if not files:
             raise _refusal("Choose a document first: text, Markdown, HTML or PDF.")
         try:
-            session = Session(Reader(self.model, self.tokenizer))
+            session = Session(Reader(self.model, self.tokenizer, archive=self.archive))
             cache = session.reader.read_document(read_documents(files))
         except Exception as error:
             raise _refusal(error, files) from error

@@ -3,8 +3,10 @@ chat."""
 
 import contextlib
 import copy
+import functools
 import hashlib
 import os
+import shutil
 import sys
 import time
 import uuid
@@ -20,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..cache.archive import archive_bytes
 from ..cache.cache import InfiniCache, text_after
 from ..cache.files import MemoryFileError, describe_model
 from ..compat.cache_name import CACHE, cache_of
@@ -53,6 +56,9 @@ class Reader:
         chunk: tokens per call of the model, at least 1; working memory grows with it.
         cache: what was read before every text, such as [`InfiniCache.from_pretrained`] gives;
             `None`: nothing.
+        archive: whether keys and values of all that is read are archived, beside a memory file or
+            in host memory, and each question recalls what it asks for
+            ([`InfiniCache.recall`]); a given cache decides by its own archive.
         turns: so many latest answers' ends, at least 1, are kept, and so many readings of the
             document after other beginnings of a chat; each takes [`hf_infini.cache_bytes`] bytes.
 
@@ -67,15 +73,19 @@ class Reader:
         tokenizer: PreTrainedTokenizerBase,
         *,
         cache: InfiniCache | None = None,
+        archive: bool = False,
         chunk: int = 2048,
         turns: int = 4,
     ):
         check_number("chunk", chunk, {"at_least": 1})
         check_number("turns", turns, {"at_least": 1})
         net: Any = model
-        self.model, cache = net, InfiniCache(net.config) if cache is None else cache
+        cache = InfiniCache(net.config, archive=archive) if cache is None else cache
+        self.model, self.archive = net, cache.archive is not None
         self.tokenizer, self.chunk, self.document = tokenizer, chunk, ""
         self._document = ""  # with marks
+        # what the last answers recalled: of each the passages, the most relevant first
+        self.sources: list[list[str]] = []
         # Texts that were read; in these, [`MARK`] is around plain text that spells special tokens
         self.texts: dict[str, InfiniCache] = {"": cache}
         # texts up to the end of an answer; and the document after other beginnings
@@ -174,6 +184,9 @@ class Reader:
                 done = cache.get_seq_length() - before.get_seq_length()
         except (MemoryFileError, OSError) as error:
             warnings.warn(f"reading from the start, for {error}", stacklevel=2)
+        if cache.archive is not None:
+            _check_room(file, archive_bytes(self.model.config, len(ids) - done))
+            cache.archive = cache.archive.at(file.with_name(f"{file.name}.archive"))
 
         def save() -> None:
             if cache.text:
@@ -184,11 +197,20 @@ class Reader:
         self._read_on(cache, ids, progress, done, save)
         save()
         os.replace(partial, file)
+        if cache.archive is not None:
+            cache.archive = cache.archive.at(None)  # what comes next is not of this file
         return cache
 
     def _load(self, file: Path, before: InfiniCache, ids: torch.Tensor, sha256: str) -> InfiniCache:
         """A memory file of a text that goes on from `before` with these ids, all or the first."""
         cache = InfiniCache.from_pretrained(file, self.model, text_sha256=[sha256])
+        if self.archive and cache.archive is None:
+            raise MemoryFileError(
+                f"{file} has no archive, from which questions could recall anything: delete it, or "
+                "read with archive=False."
+            )
+        if not self.archive:
+            cache.archive = None
         done = cache.get_seq_length() - before.get_seq_length()
         known = {"tokenizer": self._tokenizer_sha256()}
         if 0 <= done <= len(ids):
@@ -248,8 +270,11 @@ class Reader:
         pairs = zip(begun, texts, strict=True)
         return self._answers([key + text[len(_bare(key)) :] for key, text in pairs], options)
 
-    def _answers(self, texts: list[str], options: dict[str, Any]) -> list[str]:
-        """[`Reader.generate`] of texts with marks."""
+    def _answers(
+        self, texts: list[str], options: dict[str, Any], question: str | None = None
+    ) -> list[str]:
+        """[`Reader.generate`] of texts with marks; `question`: what in the one text is asked, or
+        all that is new."""
         before, ids = self._going_on(texts)
         cache = copy.copy(before)
         if len(texts) == 1 and len(ids[0]) > self.chunk:
@@ -261,6 +286,10 @@ class Reader:
             if i is not None
         )
         cache.batch_repeat_interleave(len(texts))
+        if cache.archive is not None:
+            asked = ids if question is None else [self._encode(self._plain(question))]
+            cache = cache.recall(asked, terms=self.terms)
+            self.sources = [self._passages(cache, row) for row in range(len(texts))]
         inputs = pad_sequence(ids, True, pad, "left").to(self.model.device)
         real = pad_sequence([torch.ones_like(row) for row in ids], True, 0, "left").to(
             self.model.device
@@ -285,6 +314,26 @@ class Reader:
                 self.turns.remove(known[0])
             self.turns.append((text, cache_of(output)))
         return self.tokenizer.batch_decode(new, skip_special_tokens=True)
+
+    @functools.cached_property
+    def terms(self) -> torch.Tensor:
+        """The `terms` of [`InfiniCache.recall`]: what differs in case or a space only is one term,
+        and what has no letter or digit is none."""
+        count, known = len(self.tokenizer), {}
+        words: list[str] = self.tokenizer.batch_decode([[token] for token in range(count)])
+        special = {*self.tokenizer.all_special_ids}
+        terms = [
+            known.setdefault(word, len(known))
+            if token not in special and any(map(str.isalnum, word := text.strip().lower()))
+            else -1
+            for token, text in enumerate(words)
+        ]
+        return torch.tensor(terms)
+
+    def _passages(self, cache: InfiniCache, row: int) -> list[str]:
+        """The passages that a row of a cache keeps, the most relevant first."""
+        ids = cache.archive.rows()[row].ids
+        return [self.tokenizer.decode(ids[numbers]) for numbers in cache.passages(row)]
 
     def _going_on(self, texts: list[str]) -> tuple[InfiniCache, list[torch.Tensor]]:
         """The cache from which these texts with marks go on, and the ids of each behind it."""
@@ -314,7 +363,8 @@ class Reader:
             self.documents.append((begun, cache))
         if not self.tokenizer.chat_template:  # a model of plain text would go on with questions
             options = {"stop_strings": ["\n"], "tokenizer": self.tokenizer} | options
-        return self._answers([begun + rest], options)[0].strip()
+        asked = next(turn["content"] for turn in reversed(messages) if turn["role"] == "user")
+        return self._answers([begun + rest], options, asked)[0].strip()
 
     def rendered(self, messages: Sequence[dict[str, str]]) -> str:
         """The messages as a text, up to where the answer begins; ValueError where the template
@@ -470,6 +520,17 @@ def _checked(text: str) -> str:
 def _bare(text: str) -> str:
     """A text without marks."""
     return text.replace(MARK, "")
+
+
+def _check_room(file: Path, needed: int) -> None:
+    """OSError where the disk has no room for so many bytes beside a file."""
+    free = shutil.disk_usage(file.parent).free
+    if needed > free:
+        raise OSError(
+            f"the archive of this text takes {needed / 1e6:,.0f} MB, and {file.parent} has "
+            f"{free / 1e6:,.0f} MB left: free some, give a file on another disk, or read without "
+            "an archive (archive=False, --no-archive)."
+        )
 
 
 def _partial_of(file: Path) -> Path:

@@ -1,5 +1,6 @@
-"""A model with a memory, and its tokenizer, ready to read: from what the command was given, with an
-adapter where it has no memory, whose score is fitted where there is none."""
+"""A model with a constant cache, and its tokenizer, ready to read: from what the command was given,
+with a window whose places questions fill from an archive, or with an adapter, whose score is
+fitted where there is none."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from ..cache.tensor_files import FileKind
 from ..models.adapter import RECORD, load_adapter, merged, save_adapter
 from ..models.loading import find_folder, load_causal_lm, load_tokenizer
 from ..models.patching import patch_model, unpatch_model
+from ..models.structure import trained_places
+from ..options import Window
 from . import cache_folder
 from .asking_rows import asking_rows
 from .keep_score import fit_keep_score
@@ -21,6 +24,7 @@ from .outputs import check_output
 WINDOW: dict[str, Any] = {"segment_length": 128, "local_segments": 1, "sink_tokens": 4}
 WINDOW |= {"update_rule": "none"}
 KEPT_TOKENS = 1788  # 2,048 places with these
+PLACES_STEP = 64  # of the places of a short text
 ROW = 1700  # tokens of a row of the fit, at most
 FILE = FileKind("JSON file of a model", "get it again, or save it again")
 
@@ -33,20 +37,25 @@ def load_ready(
     dtype: str,
     scores: Path,
     text: str | None = None,
+    archive: bool = False,
 ):
     """A model with a memory and its tokenizer.
 
     Args:
         model, adapter, kept_tokens, device, dtype: as the command takes them.
         scores: the folder of fitted scores, by the model.
-        text: on which the score of a plain model may be fitted; `None`: ValueError where it would
-            have to be.
+        text: that is read; on it the score of a plain model may be fitted. `None`: ValueError where
+            it would have to be.
+        archive: whether what is read is archived: then a plain model needs no score.
     """
     if adapter is not None:
         find_folder(adapter, "adapter folder")  # before the model, which takes longer
     net, tokenizer = load_saved(model, device, dtype)
     if has_memory(model, net.config, adapter, kept_tokens):
         return net, tokenizer
+    if archive and adapter is None:
+        needed = KEPT_TOKENS if text is None else len(tokenizer(text, verbose=False)["input_ids"])
+        return recalling(net, kept_tokens or needed, kept_tokens is None), tokenizer
     fitted = scores / cache_folder.key_of(net, "shares")  # of the model, and of how it is fitted
     if adapter is None and not (fitted / RECORD).exists():  # the file that is written last
         if text is None:
@@ -58,6 +67,23 @@ def load_ready(
         cache_folder.note(fitted, model=model)
         unpatch_model(net)
     return adapted(net, adapter or str(fitted), kept_tokens).eval(), tokenizer
+
+
+def recalling(net, kept_tokens: int, at_most: bool = False):
+    """A plain model whose places hold the latest tokens, until a question recalls others.
+    `at_most`: as many as a text has, in steps, or [`KEPT_TOKENS`], and no more than the model was
+    trained for."""
+    if at_most:
+        window = Window(**{name: WINDOW[name] for name in Window._fields if name in WINDOW})
+        most = min(KEPT_TOKENS, trained_places(net.config) - window.places)
+        kept_tokens = max(PLACES_STEP, min(most, -(-kept_tokens // PLACES_STEP) * PLACES_STEP))
+    options = WINDOW | {"kept_tokens": int(kept_tokens), "keep_score": "recent"}
+    return patch_model(net, **options | positions_of(net)).eval()
+
+
+def positions_of(net) -> dict[str, str]:
+    """The option of a model whose texts would end with its learned positions."""
+    return {"position_encoding": "segment"} if net.config.model_type == "gpt2" else {}
 
 
 def load_saved(model: str, device: str, dtype: str):
@@ -98,9 +124,7 @@ def fit_score(net, tokenizer, text: str, folder: Path, kept_tokens: int) -> None
     if hasattr(net.config, "infini_layers"):
         raise ValueError("this model has a memory already; a score is fitted for a plain one.")
     options = WINDOW | {"kept_tokens": kept_tokens, "keep_score": "learned"}
-    if net.config.model_type == "gpt2":
-        options["position_encoding"] = "segment"  # texts longer than its positions
-    patch_model(net, **options)
+    patch_model(net, **options | positions_of(net))
     say("fitting which tokens are worth keeping; this is done once for a model")
     again = "nothing is kept of a fit: the same command begins it again"
     with while_("fitting into", folder, "--adapter takes a score that was fitted before.", again):
