@@ -15,7 +15,7 @@ from transformers import TextStreamer
 
 from .cache.archive import archive_bytes, archives_of
 from .cache.cache import InfiniCache
-from .cache.files import MemoryFileError, kept_and_archived
+from .cache.files import MemoryFileError
 from .models.loading import fingerprint, load_config
 from .tools import cache_folder
 from .tools.documents import read_documents
@@ -78,10 +78,11 @@ KeptTokens = Annotated[
     ),
 ]
 Archived = Annotated[
-    bool,
+    bool | None,
     typer.Option(
+        "--archive/--no-archive",
         help="Keep all that is read on the disk, from where each question recalls what it asks "
-        "for. Without: what the cache did not keep is gone."
+        "for. Without: what the cache did not keep is gone. [default: archive]",
     ),
 ]
 Temperature = Annotated[
@@ -131,7 +132,7 @@ def ask(
     sources: Annotated[
         bool, typer.Option(help="Show the passages that each answer looked at first.")
     ] = False,
-    archive: Archived = True,
+    archive: Archived = None,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
@@ -146,7 +147,8 @@ def ask(
     if memory is not None:
         check_output("--memory", memory, *documents)
     text = _text_of(documents)
-    net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, text, archive)
+    ready = _load(model, adapter, kept_tokens, device, dtype, text, archive)
+    net, tokenizer, archive = ready
     tokenizer.chat_template = tokenizer.chat_template if chat_template else None
     reader = Reader(net, tokenizer, archive=archive)
     roles = ("user", "assistant", "user")
@@ -200,7 +202,7 @@ def read(
             help="Memory file to write; after a kill the same command goes on.", dir_okay=False
         ),
     ],
-    archive: Archived = True,
+    archive: Archived = None,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
@@ -209,7 +211,8 @@ def read(
     """Reads documents once, and writes a memory file for `continue`, and its archive."""
     check_output("--out", out, *documents)
     text = _text_of(documents)
-    net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, text, archive)
+    ready = _load(model, adapter, kept_tokens, device, dtype, text, archive)
+    net, tokenizer, archive = ready
     reader = Reader(net, tokenizer, archive=archive)
     reading = functools.partial(reader.read, split_special_tokens=True)
     cache = _read(reading, text, out)
@@ -244,10 +247,7 @@ def go_on(
     Text and memory are tokenised apart: begin with the space or line break that belongs between
     them.
     """
-    with while_("looking into the memory file", memory, "`hf-infini read` writes it again."):
-        kept, archive = kept_and_archived(memory)
-    kept_tokens = kept_tokens or (kept if archive and adapter is None else None)
-    net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, archive=archive)
+    net, tokenizer, _ = _load(model, adapter, kept_tokens, device, dtype, memory=memory)
     with while_("loading the memory file", memory, "`hf-infini read` writes it again."):
         reader = Reader(net, tokenizer, cache=InfiniCache.from_pretrained(memory, net))
     options: dict[str, Any] = (
@@ -303,7 +303,7 @@ def convert(
     check_output("--out", out, model, adapter)
     if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"--out {out} has files already: remove them, or give another folder.")
-    net, tokenizer = _load(model, adapter, kept_tokens, "cpu", dtype)
+    net, tokenizer, _ = _load(model, adapter, kept_tokens, "cpu", dtype)
     with while_("writing", out), replacing(out) as folder:
         net.save_pretrained(folder, save_code=code)
         tokenizer.save_pretrained(folder)
@@ -392,17 +392,17 @@ def demo(
     port: Annotated[
         int, typer.Option(min=1, max=65535, help="Port of the page, which only this machine sees.")
     ] = 7860,
-    archive: Archived = True,
+    archive: Archived = None,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Serves a page for the browser that reads and answers. It shows the cache, what the heads keep,
+    """Serves a page for the browser that reads and answers. It shows the cache, what heads keep,
     and the passages that an answer looked at."""
     from .tools.demo import Demo
 
-    net, tokenizer = _load(model, adapter, kept_tokens, device, dtype, archive=archive)
+    net, tokenizer, archive = _load(model, adapter, kept_tokens, device, dtype, archive=archive)
     with while_("serving the page on", f"--port {port}", kept="the page is closed"):
         Demo(net, tokenizer, archive=archive).page().launch(server_port=port)
 
@@ -492,9 +492,9 @@ def _chat(answer, file: Path) -> None:
         messages += [question, {"role": "assistant", "content": said}]
 
 
-def _load(model: str, adapter, kept_tokens, device: str, dtype: str, text=None, archive=False):
+def _load(model: str, adapter, kept_tokens, device: str, dtype: str, *what, **else_):
     """[`load_ready`], with the fitted scores of the cache folder."""
-    return load_ready(model, adapter, kept_tokens, device, dtype, KEPT / "scores", text, archive)
+    return load_ready(model, adapter, kept_tokens, device, dtype, KEPT / "scores", *what, **else_)
 
 
 def _places(config, kept: bool) -> int | None:

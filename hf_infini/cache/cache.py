@@ -139,6 +139,11 @@ class InfiniCache(Cache):
                 f"this {type(config).__name__} has no layers with a memory: pass a "
                 "transformers.DynamicCache."
             )
+        if archive and not config.window.kept_tokens:
+            raise ValueError(
+                "an archive is for models with kept tokens, whose places a recall fills: patch the "
+                "model with cache_tokens=2048, or with kept_tokens."
+            )
         own = [DynamicLayer() for _ in range(config.num_hidden_layers)]
         if len(bounded) < len(own):
             own = DynamicCache(config=config).layers  # layers that slide keep their window only

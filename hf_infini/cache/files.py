@@ -157,8 +157,7 @@ def read_memory_file(path: Place) -> tuple[dict, dict[str, Tensor]]:
     """Record and tensors (on the CPU) of a memory file, whole and undamaged. MemoryFileError where
     it is none, damaged, of another version, or has numbers that are not finite; OSError where there
     is no such file, or it may not be read."""
-    if Path(path).is_char_device():  # some never end
-        KIND.refuse(path, "is a device and no file")
+    _check_no_device(path)
     # in one read: another writer may replace the file between two
     tensors, metadata = KIND.tensors_of(path, Path(path).read_bytes())
     record = KIND.object_of(path, metadata.get(METADATA_KEY, ""))
@@ -177,9 +176,15 @@ def read_memory_file(path: Place) -> tuple[dict, dict[str, Tensor]]:
     return record, tensors
 
 
+def _check_no_device(path: Place) -> None:
+    if Path(path).is_char_device():  # some never end
+        KIND.refuse(path, "is a device and no file")
+
+
 def kept_and_archived(path: Place) -> tuple[int, bool]:
     """How many tokens the model of a memory file keeps, and whether the file has an archive; only
     its record is read. Errors as of [`read_memory_file`]."""
+    _check_no_device(path)
     try:
         with safe_open(path, "pt") as file:
             record = KIND.object_of(path, (file.metadata() or {}).get(METADATA_KEY, ""))

@@ -19,6 +19,7 @@ from .documents import read_documents
 from .estimate import estimate
 from .reader import Reader
 
+SOURCES = 3  # passages that are shown of an answer
 LENGTHS = (8_192, 131_072, 1_048_576)
 # One call of the model at a time, whichever page asks; the others wait
 ONE_AT_A_TIME: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
@@ -74,9 +75,9 @@ class Demo:
 
     def answer(
         self, question: str, turns: list[dict], session: Session | None
-    ) -> Iterator[tuple[Any, list[dict]]]:
-        """Adds the question and, as it is made, its answer to the chat. Meanwhile the button stops
-        it, and what is typed stays."""
+    ) -> Iterator[tuple[Any, list[dict], Any]]:
+        """Adds the question and, as it is made, its answer to the chat, and then shows the passages
+        that it looked at. Meanwhile the button stops it, and what is typed stays."""
         if session is None:
             raise _refusal("Read a document first.")
         if not question.strip():
@@ -86,7 +87,7 @@ class Demo:
         messages.append({"role": "user", "content": question})
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         shown = [*messages, {"role": "assistant", "content": ""}]
-        yield gradio.Textbox(value="", submit_btn=False, stop_btn=True), shown
+        yield gradio.Textbox(value="", submit_btn=False, stop_btn=True), shown, ""
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(
                 session.reader.chat,
@@ -100,14 +101,15 @@ class Demo:
             try:
                 for piece in streamer:
                     shown[-1]["content"] += piece
-                    yield gradio.skip(), shown
+                    yield gradio.skip(), shown, gradio.skip()
             finally:
                 session.stopped.set()  # a page that was closed reads no further
         asks = {"submit_btn": True, "stop_btn": False}
         if error := done.exception():
-            yield gradio.Textbox(value=question, **asks), turns
+            yield gradio.Textbox(value=question, **asks), turns, ""
             raise _refusal(error) from error
-        yield gradio.Textbox(**asks), shown
+        passages = session.reader.sources[0][:SOURCES] if self.archive else []
+        yield gradio.Textbox(**asks), shown, "\n\n…\n\n".join(map(str.strip, passages))
 
     def stop(self, session: Session | None) -> None:
         """Ends the page's answer, which stays as far as it came."""
@@ -143,13 +145,19 @@ class Demo:
             # no button that publishes it
             chat = gradio.Chatbot(label="Chat", height=300, buttons=["copy_all"])
             question = gradio.Textbox(label="Question", submit_btn=True)
+            passages = gradio.Textbox(
+                label="Passages that the last answer looked at first",
+                lines=4,
+                max_lines=12,
+                visible=self.archive,
+            )
             for stops in (question.stop, read.click):
                 stops(self.stop, session, queue=False, api_visibility="private")
             read.click(self.read, files, [session, table, chat], api_name="read", **ONE_AT_A_TIME)
             question.submit(
                 self.answer,
                 [question, chat, session],
-                [question, chat],
+                [question, chat, passages],
                 api_name="answer",
                 **ONE_AT_A_TIME,
             )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..cache.files import kept_and_archived
 from ..cache.tensor_files import FileKind
 from ..models.adapter import RECORD, load_adapter, merged, save_adapter
 from ..models.loading import find_folder, load_causal_lm, load_tokenizer
@@ -37,7 +38,8 @@ def load_ready(
     dtype: str,
     scores: Path,
     text: str | None = None,
-    archive: bool = False,
+    archive: bool | None = False,
+    memory: Path | None = None,
 ):
     """A model with a memory and its tokenizer.
 
@@ -46,16 +48,27 @@ def load_ready(
         scores: the folder of fitted scores, by the model.
         text: that is read; on it the score of a plain model may be fitted. `None`: ValueError where
             it would have to be.
-        archive: whether what is read is archived: then a plain model needs no score.
+        archive: whether what is read is archived: then a plain model needs no score. `None`: where
+            the model has places that a question may fill.
+        memory: a memory file that is read instead of a text, and says the same.
+
+    Returns:
+        Model, tokenizer, and whether what is read is archived.
     """
     if adapter is not None:
         find_folder(adapter, "adapter folder")  # before the model, which takes longer
     net, tokenizer = load_saved(model, device, dtype)
     if has_memory(model, net.config, adapter, kept_tokens):
-        return net, tokenizer
+        return net, tokenizer, net.config.kept_tokens > 0 if archive is None else archive
+    if memory is not None:
+        with while_("looking into the memory file", memory, "`hf-infini read` writes it again."):
+            of_file, archive = kept_and_archived(memory)
+            kept_tokens = kept_tokens or (of_file if archive and adapter is None else None)
+    archive = archive is not False
     if archive and adapter is None:
         needed = KEPT_TOKENS if text is None else len(tokenizer(text, verbose=False)["input_ids"])
-        return recalling(net, kept_tokens or needed, kept_tokens is None), tokenizer
+        net = recalling(net, kept_tokens or needed, kept_tokens is None)
+        return net, tokenizer, archive
     fitted = scores / cache_folder.key_of(net, "shares")  # of the model, and of how it is fitted
     if adapter is None and not (fitted / RECORD).exists():  # the file that is written last
         if text is None:
@@ -66,7 +79,7 @@ def load_ready(
         fit_score(net, tokenizer, text, fitted, KEPT_TOKENS)
         cache_folder.note(fitted, model=model)
         unpatch_model(net)
-    return adapted(net, adapter or str(fitted), kept_tokens).eval(), tokenizer
+    return adapted(net, adapter or str(fitted), kept_tokens).eval(), tokenizer, archive
 
 
 def recalling(net, kept_tokens: int, at_most: bool = False):

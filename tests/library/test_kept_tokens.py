@@ -16,6 +16,7 @@ import hf_infini
 from cases import assert_equals_reference, keeping_case, plain_case, random_cuts, state_before
 from hf_infini import infini_attention
 from hf_infini.ops.keeping import SCORES
+from hf_infini.ops.recall import recall_score
 from hf_infini.ops.state import Tokens
 from hf_infini.options import KEEP_SCORES
 
@@ -62,10 +63,12 @@ def test_equals_the_reference_however_the_call_is_cut(seed):
     )
 
 
+@pytest.mark.parametrize("displaced", [False, True])
 @pytest.mark.parametrize("update_rule", ["linear", "none"])
 @pytest.mark.parametrize("score", KEEP_SCORES)
-def test_tokens_from_elsewhere_take_the_kept_places_for_good(score, update_rule):
-    """Whatever is read after them, as the reference says; another number of them, too."""
+def test_tokens_from_elsewhere_take_the_kept_places(score, update_rule, displaced):
+    """For good, or until others leave the window, as the reference says; another number of them,
+    too."""
 
     def drawn(tokens, seed):
         learned = {"learned_score": torch.randn(2, 2, tokens)} if SCORES[score].learns else {}
@@ -81,12 +84,20 @@ def test_tokens_from_elsewhere_take_the_kept_places_for_good(score, update_rule)
         key=first.key[:, :, number.clamp(min=0)],
         value=first.value[:, :, number.clamp(min=0)],
         position=number.expand(2, 2, -1).unsqueeze(-1),
+        score=recall_score(torch.arange(len(number)), displaced)
+        .double()
+        .view(1, 1, -1, 1)
+        .repeat(2, 2, 1, SCORES[score].count),
     )
     left, state = state.tokens_left(), given.instead(state, window)
     assert torch.equal(state.tokens_left(), left)
     assert_equals_reference(rest, infini_attention, 1e-9, [4, 5], state)  # float64
     _, after = rest.call(infini_attention, cuts=[4, 5], state=state)
-    assert torch.equal(after.kept_position[..., : len(number) - 1], number[1:].expand(2, 2, -1))
+    kept = after.kept_position[0, 0].tolist()
+    if not displaced:
+        assert kept[:-1] == number[1:].tolist()
+    else:
+        assert min(kept) > 31 - 2 * window.segment_length  # only what has left since
 
 
 @pytest.mark.slow
