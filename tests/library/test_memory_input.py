@@ -37,7 +37,7 @@ def attended(model, inputs):
     tables = base.rotary_tables(model.config.places)
     window = model.config.window
     infini = SharedInputs({window: segment_layout(*inputs.shape[:2], window)}, None, tables)
-    with forced_backend(lambda call: found.append(call.tokens) or attend_grid(call)):
+    with forced_backend(lambda call: found.append((call.query, *call.tokens)) or attend_grid(call)):
         output, _ = attention(inputs, infini=infini)
     return attention, *found[0][:4], output, tables.get(None)
 
