@@ -167,8 +167,6 @@ def check_options(options: Options) -> None:
         raise UserError(
             f"--keep_score {options.keep_score}: give the --adapter that has its scores"
         )
-    if "kept" not in options.ways and (options.adapter or options.keep_score):
-        raise UserError("--adapter and --keep_score belong to the way kept: add it to --ways")
 
 
 def read_documents(options: Options) -> list[dict]:

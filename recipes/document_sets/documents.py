@@ -142,7 +142,7 @@ def merged(texts: Iterable[Text]) -> list[Text]:
         known = found.setdefault(text.text, text)
         if known is not text:
             known.questions += [asked for asked in text.questions if asked not in known.questions]
-            known.left_out += text.left_out
+            known.left_out |= text.left_out
     return list(found.values())
 
 

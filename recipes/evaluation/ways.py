@@ -190,9 +190,8 @@ class Quantized(Way):
         except ImportError as error:
             raise UserError(f"{self.name}: pip install optimum-quanto ({error})") from error
         # in one call: each later one would round all that is there again
-        self.model(
-            input_ids=ids[None].to(self.model.device), logits_to_keep=1, past_key_values=cache
-        )
+        ids = ids[None].to(self.model.device)
+        self.model(input_ids=ids, logits_to_keep=1, use_cache=True, **{CACHE: cache})
         return cache
 
     def bytes(self, cache: Any) -> int:
