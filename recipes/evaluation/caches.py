@@ -11,7 +11,7 @@ import torch
 from cli import UserError
 from hf_infini import cache_bytes, patch_model, unpatch_model
 from hf_infini.layers.memory_layer import memory_layers
-from hf_infini.models.adapter import read_record, restore_adapter
+from hf_infini.models.adapter import read_adapter, read_record, restore_adapter
 from hf_infini.models.loading import with_finite_weights
 from hf_infini.models.structure import decoder_of
 from hf_infini.ops.keeping import SCORES
@@ -95,7 +95,13 @@ def bounded(
     try:
         if way in LEARNED:
             try:
-                restore_adapter(model, adapter)
+                found = read_adapter(adapter)
+                of_score = {
+                    name: tensor
+                    for name, tensor in found.tensors.items()
+                    if name.partition(".")[2] in SCORES[way].learns
+                }  # its memory, if it has one, is not compared
+                restore_adapter(model, found._replace(tensors=of_score))
             except (OSError, ValueError) as error:
                 raise UserError(f"{way}, --caches {cache}: {error}") from error
             with_finite_weights(model, f"--adapter {adapter}")  # damage ends the comparison

@@ -23,16 +23,21 @@ LAST = 32
 def scorer(way: str, cache: int):
     """As [`recall.tasks.score_answers`], through a press that leaves each key/value head `cache`
     tokens in the end."""
+    press = press_of(way.removesuffix(BLIND))
+    return functools.partial(_answers, press=press, kept=cache, blind=way.endswith(BLIND))
+
+
+def press_of(name: str):
+    """A press of kvpress by its name without "Press"; UserError where it cannot run."""
     try:
         import kvpress
     except ImportError as error:
         raise UserError(
-            f"{way}: pip install --no-deps kvpress cachetools fire termcolor ({error})"
+            f"{name}: pip install --no-deps kvpress cachetools fire termcolor ({error})"
         ) from error
     if CACHE != "past_key_values":
-        raise UserError(f"{way}: kvpress needs transformers before 5.24")
-    press = getattr(kvpress, f"{way.removesuffix(BLIND)}Press")
-    return functools.partial(_answers, press=press, kept=cache, blind=way.endswith(BLIND))
+        raise UserError(f"{name}: kvpress needs transformers before 5.24")
+    return getattr(kvpress, f"{name}Press")
 
 
 @torch.no_grad()

@@ -182,7 +182,8 @@ def check_entries(content, entries: dict[str, type], where: Path | str, remedy: 
             )
             raise UserError(
                 (
-                    f"{where} has {has}, and needs {name} of the type {kind.__name__}; {remedy}"
+                    f"{where} has {has}, and needs {name} of the type "
+                    f"{getattr(kind, '__name__', kind)}; {remedy}"
                 ).removesuffix("; ")
             )
 

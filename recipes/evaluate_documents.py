@@ -1,0 +1,287 @@
+r"""Questions about long documents: what a model answers when it has read all of the document, a
+window of it, kept tokens, or the passages that a search finds.
+
+    python recipes/evaluate_documents.py --model smollm2 --adapter model_cards/smollm2 \
+        --data data/documents --max_tokens 8000 --out runs/documents
+
+--data is a folder of recipes/prepare_documents.py. Each way (--ways) reads a document once, and
+every question goes on from a copy of what it holds then:
+
+plain       all tokens: its cache grows with the text;
+window      sinks, and a window of all other tokens, --tokens together;
+kept        sinks, a window and kept tokens, by the scores of --adapter or by --keep_score;
+bm25        no cache: the passages that BM25 finds for the question, as many as make --tokens with
+            it, are read again by the plain model;
+quantized   all tokens, in --bits bits (transformers' QuantizedCache; pip install optimum-quanto);
+StreamingLLM, SnapKV, KeyDiff, ExpectedAttention
+            presses of kvpress, which compress before they have seen a question.
+
+Measured are the nats a token of the first right answer; of questions with options, how often the
+right one has the fewest nats a token (the model does not see them); with --generate also the
+model's own answers: F1 and whether a right answer is contained, by SQuAD's rules, and ROUGE-L of
+summaries; how much of the evidence the cache holds, on average over layers and heads; seconds and
+bytes. Differences to --against are paired; their intervals of 95 % are of resampled documents, or,
+marked *, of resampled questions where there are fewer than 8 documents.
+
+The development half is to choose and to tune by; read the test half once, at the end.
+
+Stopped and started again with the same command, it goes on after the last question; another
+--ways, --sets, --documents or --questions adds to what is there. Writes OUT.jsonl, a line for
+every question, OUT.json, OUT.png, and the table on standard output.
+"""
+
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from cli import SEED, UserError, exit_on_error, option, parse_options
+from cli.model_options import KEEP_SCORES
+from cli.names import check_name
+from prepare_documents import MANIFEST
+
+PRESSES = ("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention")
+WAYS = ("plain", "window", "kept", "bm25", "quantized", *PRESSES)
+# What a result depends on; the other options choose which results there are
+IDENTITY = ("model", "adapter", "keep_score", "tokens", "window", "segments", "passage", "bits")
+IDENTITY += ("chat", "generate", "chunk", "precision")
+
+
+@dataclass
+class Options:
+    model: str = field(
+        metadata={"help": "Folder or name on the Hub, of a plain model.", "group": "model"}
+    )
+    data: str = field(
+        metadata={"help": "Folder made by recipes/prepare_documents.py.", "group": "data"}
+    )
+    out: str = field(metadata={"help": "Files to write, without suffix.", "group": "output"})
+    adapter: str | None = option(
+        None, "kept: adapter with the scores, a folder or a name on the Hub.", group="model"
+    )
+    keep_score: str | None = option(
+        None,
+        "kept: the keep score. By default the adapter's, or attention.",
+        choices=[*KEEP_SCORES],
+    )
+    chat: bool = option(True, "Use the model's chat template, where it has one.")
+    ways: list[str] = option(
+        ["plain", "window", "kept", "bm25"], "What is compared.", choices=[*WAYS], group="ways"
+    )
+    against: str = option(
+        "plain", "The way whose results are taken off the others'.", choices=[*WAYS]
+    )
+    tokens: int = option(
+        2048, "Tokens in the cache of each key/value head, on average.", at_least=64
+    )
+    window: int = option(
+        256, "Tokens of the window beside kept tokens; at most half of the cache.", at_least=1
+    )
+    segments: int = option(2, "Segments of that window.", at_least=1)
+    passage: int | None = option(
+        None, "bm25: tokens of a passage. By default an eighth of --tokens.", at_least=8
+    )
+    bits: Literal["2", "4"] = option("4", "quantized: bits of a number.")
+    sets: list[str] = option([], "Sets to read. By default all that --data has.", group="questions")
+    half: Literal["development", "test"] = option("development", "Half of the documents.")
+    documents: int | None = option(
+        None, "Documents of each set at most, drawn by --seed.", at_least=1
+    )
+    questions: int | None = option(
+        None, "Questions of each document at most, drawn by --seed.", at_least=1
+    )
+    max_tokens: int | None = option(
+        None, "Leave out documents of more tokens than this, before they are drawn.", at_least=1
+    )
+    seed: int = option(0, "Seed of what is drawn.", **SEED)
+    generate: int = option(0, "Tokens of the model's own answers; 0: none.", at_least=0)
+    chunk: int = option(2048, "Tokens per call of the model.", at_least=1, group="machine")
+    precision: Literal["float32", "bf16"] = option("float32", "Of weights and calculations.")
+    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
+
+
+@exit_on_error(when_stopped="measured questions are kept; the same command goes on from them")
+def main(argv: list[str] | None = None) -> None:
+    (options,) = parse_options(Options, description=__doc__, argv=argv)
+    check_options(options)
+    prepared = read_documents(options)
+
+    from evaluation import answer_table, inference
+    from evaluation.prompts import Prompter
+    from plots.documents import plot_ways
+    from support import measurement
+    from support.lines import Lines, only_writer
+    from support.stages import check_place, new_file, state_of_files, write_json
+
+    lines_file, picture_file = Path(f"{options.out}.jsonl"), Path(f"{options.out}.png")
+    result_file = Path(f"{options.out}.json")
+    check_place(result_file, {"options": dict, "rows": list}, [picture_file])
+    with only_writer(lines_file):
+        model, tokenizer = inference.load_model(
+            options.model, options.device, precision=options.precision
+        )
+        if getattr(model.config, "infini_layers", ()):
+            raise UserError(
+                f"--model {options.model} has a memory, and the ways begin with a plain model: "
+                "give the one that it was made from"
+            )
+        identity = {name: getattr(options, name) for name in IDENTITY}
+        read = [path for path in (options.model, options.adapter) if path and Path(path).exists()]
+        identity |= {"dtype": str(model.dtype), "files": [state_of_files(path) for path in read]}
+        lines = Lines(lines_file, identity)
+        drawn = draw(prepared, Prompter(tokenizer, options.chat), options)
+        measure(model, Prompter(tokenizer, options.chat), drawn, lines, options)
+        wanted = {(own["id"], number) for own, numbers in drawn for number in (*numbers, None)}
+        records = [r for r in lines.records if (r["document"], r["question"]) in wanted]
+        rows = answer_table.compared(records, options.ways, options.against)
+        if not rows:
+            raise UserError("no document was short enough for any of --ways: give others")
+        print(answer_table.table(rows, options.against))
+        result = {
+            "rows": [{name: _plain(value) for name, value in row.items()} for row in rows],
+            "options": vars(options),
+            **measurement.peak_memory(),
+            **measurement.environment(),
+        }
+        subtitle = f"{Path(options.model).name}, {options.tokens:,} tokens, {options.half} half"
+        with new_file(picture_file) as picture:  # both files are new, or none is
+            plot_ways(rows, options.against, picture, subtitle)
+            write_json(result_file, result)
+    print(f"{result_file}, {picture_file}, {lines_file}", file=sys.stderr)
+
+
+def check_options(options: Options) -> None:
+    """UserError for options that do not go together."""
+    if options.adapter is not None:
+        check_name("--adapter", options.adapter)
+    for name in ("ways", "sets"):
+        if len(set(getattr(options, name))) < len(getattr(options, name)):
+            raise UserError(f"--{name} {' '.join(getattr(options, name))}: name each once")
+    if options.against not in options.ways:
+        raise UserError(
+            f"--against {options.against} must be one of --ways {' '.join(options.ways)}"
+        )
+    if options.keep_score in ("learned", "half") and options.adapter is None:
+        raise UserError(
+            f"--keep_score {options.keep_score}: give the --adapter that has its scores"
+        )
+
+
+def read_documents(options: Options) -> list[dict]:
+    """The prepared documents of the sets and the half, in the order of the files."""
+    from support.stages import damage, read_json, read_jsonl
+
+    manifest = Path(options.data) / MANIFEST
+    remedy = "make it again with recipes/prepare_documents.py"
+    if not manifest.is_file():
+        raise UserError(
+            f"{options.data} has no {MANIFEST}; make the folder with recipes/prepare_documents.py"
+        )
+    there = read_json(manifest, {"sets": dict, "files": dict}, remedy)
+    if found := damage(manifest, there):
+        raise UserError(f"{found}; {remedy}")
+    if missing := [name for name in options.sets if name not in there["sets"]]:
+        raise UserError(
+            f"--sets {' '.join(missing)}: {options.data} has {', '.join(there['sets'])}"
+        )
+    kinds = {"id": str, "set": str, "language": str, "half": str, "text": str, "questions": list}
+    own = [
+        document
+        for name in options.sets or there["sets"]
+        for document in read_jsonl(Path(options.data) / f"{name}.jsonl", kinds, remedy)
+        if document["half"] == options.half
+    ]
+    if not own:
+        raise UserError(f"{options.data} has no documents of the {options.half} half in these sets")
+    return own
+
+
+def draw(prepared: list[dict], prompter, options: Options) -> list[tuple[dict, list[int]]]:
+    """The documents to read, and the numbers of the questions to ask of each."""
+    found, left_out = [], 0
+    for name in dict.fromkeys(document["set"] for document in prepared):
+        own = [document for document in prepared if document["set"] == name]
+        random.Random(f"{options.seed}/{name}").shuffle(own)
+        taken = 0
+        for document in own:
+            if taken == options.documents:
+                break
+            if options.max_tokens and len(prompter.document(document).ids) > options.max_tokens:
+                left_out += 1
+                continue
+            numbers = list(range(len(document["questions"])))
+            random.Random(f"{options.seed}/{document['id']}").shuffle(numbers)
+            found.append((document, numbers[: options.questions]))
+            taken += 1
+    if left_out:
+        print(f"{left_out:,} documents of more than --max_tokens are left out", file=sys.stderr)
+    if not found:
+        raise UserError(f"no document has at most --max_tokens {options.max_tokens}")
+    return found
+
+
+def measure(model, prompter, drawn, lines, options: Options) -> None:
+    """Asks each way what is not in the lines yet."""
+    import torch
+    from tqdm import tqdm
+
+    from evaluation.answers import ask
+    from evaluation.ways import WAYS as CLASSES
+
+    done = {(r["way"], r["document"], r["question"]) for r in lines.records}
+    total = len(options.ways) * sum(len(numbers) for _, numbers in drawn)
+    with tqdm(total=total, unit="question") as bar:
+        for name in options.ways:
+            way = CLASSES[name](name, model, options)
+            with way.ready(), torch.inference_mode():
+                for prepared, numbers in drawn:
+                    key = (name, prepared["id"])
+                    open_ones = [number for number in numbers if (*key, number) not in done]
+                    bar.update(len(numbers) - len(open_ones))
+                    if not open_ones:
+                        continue
+                    document = prompter.document(prepared)
+                    if (limit := way.limit()) is not None:
+                        needed = longest(prompter, document, prepared, options.generate)
+                        if needed > limit:
+                            bar.write(
+                                f"{prepared['id']}: {needed:,} tokens with question and answer, "
+                                f"and {name} holds {limit:,}: left out of its rows",
+                                sys.stderr,
+                            )
+                            bar.update(len(open_ones))
+                            continue
+                    started = time.perf_counter()
+                    reading = way.read(document)
+                    seconds = round(time.perf_counter() - started, 3)
+                    record = {"way": name, "set": prepared["set"], "document": prepared["id"]}
+                    if (*key, None) not in done:
+                        size = {"question": None, "seconds": seconds, "tokens": len(document.ids)}
+                        lines.add({**record, **size})
+                    for number in open_ones:
+                        entry = prepared["questions"][number]
+                        found = ask(way, reading, document, entry, prompter, options.generate)
+                        lines.add({**record, "question": number, "kind": entry["kind"], **found})
+                        bar.update()
+
+
+def longest(prompter, document, prepared: dict, generate: int) -> int:
+    """The tokens of a document with its longest question and answer."""
+    return len(document.ids) + max(
+        len(prompter.question(asked, document.language).ids)
+        + max(
+            generate, *(len(prompter.answer(text)) for text in asked["options"] + asked["answers"])
+        )
+        for asked in prepared["questions"]
+    )
+
+
+def _plain(value):
+    """A value of a row for JSON."""
+    return asdict(value) if hasattr(value, "low") else value
+
+
+if __name__ == "__main__":
+    main()

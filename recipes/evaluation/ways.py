@@ -1,0 +1,248 @@
+"""Ways to read a document once and to answer many questions about it: what the contestants of
+recipes/evaluate_documents.py do.
+
+A way is a class derived from [`Way`] and a row of [`WAYS`]. Of a document it makes a reading
+(`read`), of a reading and a question a cache that the question goes on from (`asked`), which
+nothing else uses. Where a way needs no more than its cache, `fork` is all that `asked` does.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from cli import UserError
+from hf_infini import InfiniCache
+from hf_infini.compat.cache_name import CACHE
+from hf_infini.models.adapter import read_record
+from support.measurement import cache_bytes
+
+from .caches import bounded
+from .inference import read_in_chunks
+from .presses import press_of
+from .prompts import Document, Question
+
+
+class Way:
+    """All tokens in a cache that grows with the document: "plain", and what the others are derived
+    from.
+
+    Args:
+        name: of the row.
+        model: a plain causal language model, in evaluation mode.
+        options: of the recipe: `tokens` (places of each key/value head, on average; plain has no
+            bound), `chunk`, `adapter`, `keep_score`, `window`, `segments`, `passage`, `bits`.
+    """
+
+    #: whether each token has the position that it has in the text, so that a model has a limit
+    own_positions = True
+
+    def __init__(self, name: str, model, options):
+        self.name, self.model, self.options = name, model, options
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """Within it, the model is as the way needs it."""
+        yield
+
+    def limit(self) -> int | None:
+        """The longest document with its question and answer, in tokens; `None`: any."""
+        config = self.model.config.get_text_config(decoder=True)
+        return getattr(config, "max_position_embeddings", None) if self.own_positions else None
+
+    def read(self, document: Document) -> Any:
+        """What is known of a document after it was read, for [`Way.asked`]."""
+        return self.read_on(document.ids)
+
+    def asked(self, reading: Any, question: Question) -> Any:
+        """A cache that the question's ids go on from, which may change."""
+        return self.fork(reading)
+
+    def call(self, cache: Any, ids: Tensor) -> Tensor:
+        """The model's logits `[tokens, vocabulary]` for ids `[tokens]` behind a cache, which then
+        holds them too."""
+        ids = ids[None].to(self.model.device)
+        return self.model(
+            input_ids=ids, use_cache=True, **{CACHE: cache}, **self.where(cache, ids)
+        ).logits[0]
+
+    def where(self, cache: Any, ids: Tensor) -> dict[str, Tensor]:
+        """Positions of ids `[1, tokens]` behind a cache, where the model cannot count them."""
+        return {}
+
+    def held(self, cache: Any, document: Document) -> Tensor:
+        """Which share of the layers and key/value heads has each of the document's tokens,
+        `[tokens]`, 0 to 1, in a cache of [`Way.asked`]."""
+        return torch.ones(len(document.ids))
+
+    def bytes(self, cache: Any) -> int:
+        """Bytes of a cache of [`Way.asked`]."""
+        return cache_bytes(cache)
+
+    def read_on(self, ids: Tensor) -> Any:
+        """The cache of the model as it is after ids `[tokens]`."""
+        return read_in_chunks(self.model, ids[None].to(self.model.device), self.options.chunk)
+
+    def fork(self, cache: Any) -> Any:
+        """A second cache that goes on from the same place."""
+        if isinstance(cache, InfiniCache):
+            return copy.copy(cache)
+        other = copy.copy(cache)  # its layers put new tensors in the place of theirs
+        other.layers = [copy.copy(layer) for layer in cache.layers]
+        return other
+
+
+class Bounded(Way):
+    """A window with sinks, and kept tokens beside it where `kept`: caches of constant size."""
+
+    own_positions, kept = False, False
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        own, way = self.options, "window"
+        if self.kept:
+            known = read_record(own.adapter)["options"] if own.adapter else {}
+            way = own.keep_score or known.get("keep_score") or "attention"
+        with bounded(self.model, own.adapter, way, own.tokens, own.window, own.segments):
+            yield
+
+    def held(self, cache: InfiniCache, document: Document) -> Tensor:
+        found = torch.zeros(len(document.ids))
+        for number, (length, local, sinks, _) in cache.windows.items():
+            state = cache.layers[number].state
+            first = max(0, (int(state.tokens_seen[0]) // length - local) * length)
+            kept = state.kept_position
+            heads = state.local_key.shape[1]
+            here = torch.zeros(heads, len(found))
+            here[:, :sinks], here[:, first:] = 1, 1
+            for head in range(heads if kept is not None else 0):
+                here[head, kept[0, head][kept[0, head] >= 0].cpu()] = 1
+            found += here.mean(0)
+        layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        return (found + layers - len(cache.windows)) / layers  # the other layers hold all
+
+
+class Kept(Bounded):
+    """Tokens kept by the scores of the adapter, or by a keep score that needs none."""
+
+    kept = True
+
+
+class Retrieved(Way):
+    """The passages that BM25 finds for a question, read again by the plain model, in the order of
+    the document and as many as make a cache of `tokens` with the question."""
+
+    own_positions = False
+
+    def read(self, document: Document) -> tuple[Document, list[range], Any]:
+        bm25s = _bm25s()
+        size, end = self._size(), len(document.ids)
+        passages = [range(at, min(at + size, end)) for at in range(document.first, end, size)]
+        index = bm25s.BM25()
+        index.index(
+            self._words([self._text(document, part) for part in passages], document.language),
+            show_progress=False,
+        )
+        return document, passages, index
+
+    def asked(self, reading: Any, question: Question) -> Any:
+        document, passages, index = reading
+        room = self.options.tokens - document.first - len(question.ids)
+        count = min(len(passages), max(1, room // self._size()))
+        words = self._words([question.text], document.language)
+        found, _ = index.retrieve(words, k=count, show_progress=False)
+        self.chosen = torch.tensor(
+            [place for part in sorted(found[0].tolist()) for place in passages[part]]
+        )
+        return self.read_on(torch.cat([document.ids[: document.first], document.ids[self.chosen]]))
+
+    def _size(self) -> int:
+        return self.options.passage or self.options.tokens // 8
+
+    def held(self, cache: Any, document: Document) -> Tensor:
+        """Of the question that was asked last."""
+        found = torch.zeros(len(document.ids))
+        found[: document.first], found[self.chosen] = 1, 1
+        return found
+
+    @staticmethod
+    def _text(document: Document, part: range) -> str:
+        spans = document.spans[part.start - document.first : part.stop - document.first]
+        return document.text[spans[0][0] : spans[-1][1]]
+
+    @staticmethod
+    def _words(texts: list[str], language: str) -> Any:
+        return _bm25s().tokenize(texts, stopwords=language, show_progress=False)
+
+
+class Quantized(Way):
+    """All tokens, their keys and values in few bits (transformers' QuantizedCache by quanto)."""
+
+    def read_on(self, ids: Tensor) -> Any:
+        from transformers import QuantizedCache
+
+        try:
+            cache = QuantizedCache("quanto", self.model.config, nbits=int(self.options.bits))
+        except ImportError as error:
+            raise UserError(f"{self.name}: pip install optimum-quanto ({error})") from error
+        # in one call: each later one would round all that is there again
+        ids = ids[None].to(self.model.device)
+        self.model(input_ids=ids, logits_to_keep=1, use_cache=True, **{CACHE: cache})
+        return cache
+
+    def bytes(self, cache: Any) -> int:
+        return sum(_bytes(part) for layer in cache.layers for part in vars(layer).values())
+
+
+class Pressed(Way):
+    """A press of kvpress: it reads the whole document with a growing cache, before it has seen a
+    question, and leaves `tokens` less the question's room."""
+
+    def read(self, document: Document) -> Any:
+        tokens, kept = len(document.ids), self.options.tokens - self.options.window
+        # a press keeps int(tokens * (1 - ratio))
+        ratio = max(0.0, 1 - (kept + 0.5) / tokens)
+        cache, ids = DynamicCache(), document.ids[None].to(self.model.device)
+        with press_of(self.name)(compression_ratio=ratio)(self.model):
+            places = torch.arange(tokens, device=ids.device)
+            self.model.model(input_ids=ids, past_key_values=cache, cache_position=places)
+        self.gone = tokens - cache.get_seq_length()
+        return cache
+
+    def where(self, cache: Any, ids: Tensor) -> dict[str, Tensor]:
+        first = cache.get_seq_length() + self.gone
+        places = torch.arange(first, first + ids.shape[1], device=ids.device)
+        return {"position_ids": places[None], "cache_position": places}
+
+    def held(self, cache: Any, document: Document) -> Tensor:
+        return torch.full((len(document.ids),), float("nan"))  # presses do not say
+
+
+def _bytes(part: Any) -> int:
+    """Of a tensor, or of the tensors that a quantised one consists of."""
+    if not isinstance(part, Tensor):
+        return 0
+    names = getattr(part, "__tensor_flatten__", lambda: ([], None))()[0]
+    return sum(_bytes(getattr(part, name)) for name in names) if names else part.nbytes
+
+
+def _bm25s():
+    try:
+        import bm25s
+    except ImportError as error:
+        raise UserError(f"bm25: pip install bm25s ({error})") from error
+    return bm25s
+
+
+WAYS = {
+    "plain": Way,
+    "window": Bounded,
+    "kept": Kept,
+    "bm25": Retrieved,
+    "quantized": Quantized,
+    **dict.fromkeys(("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention"), Pressed),
+}

@@ -1,0 +1,37 @@
+"""A figure of what ways to read documents are worth: nats of the right answers above another way,
+set by set."""
+
+from pathlib import Path
+
+from . import style
+
+
+def plot_ways(rows: list[dict], against: str, file: Path, subtitle: str) -> None:
+    """Nats a token of the right answers above those of `against`, with paired 95 % intervals."""
+    rows = [row for row in rows if row["paired"]]
+    sets = list(dict.fromkeys(row["set"] for row in rows))
+    ways = [way for way in dict.fromkeys(row["way"] for row in rows) if way != against]
+    what = f"{subtitle}\nabove “{against}”, with paired 95 % intervals; lower is better"
+    size = style.WIDTH, max(style.HEIGHT, 0.6 + 0.18 * len(sets) * (len(ways) + 1))
+    figure, axes = style.new_figure("Questions about documents", what, size=size)
+    for number, way in enumerate(ways):
+        look = style.style_of(number)
+        own = [row for row in rows if row["way"] == way]
+        places = [sets.index(row["set"]) + (number + 1) / (len(ways) + 1) - 0.5 for row in own]
+        above = [row["nats_above"] for row in own]
+        spread = [[a.value - a.low for a in above], [a.high - a.value for a in above]]
+        axes.errorbar(
+            [a.value for a in above],
+            places,
+            xerr=spread,
+            color=look["color"],
+            marker=look.get("marker", "o"),
+            linestyle="none",
+            capsize=3,
+            label=way,
+        )
+    axes.axvline(0, color=style.GREY, linestyle="--", marker="none")
+    axes.set_yticks(range(len(sets)), sets)
+    axes.set(ylim=(len(sets) - 0.5, -0.5), xlabel="nats per token of the right answer")
+    style.label_lines(axes)
+    style.save(figure, file)

@@ -1,0 +1,405 @@
+"""Questions about documents: ways that hold everything are the plain model, measures by their
+definition, runs that go on, bad input."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import document_files
+from bad_input import handled, refused
+from corpora.tokenization import build_character_tokenizer
+from decoders import decoder, fitted
+from evaluation import answer_table, answers, bootstrap, caches, prompts, ways
+from hf_infini import patch_model, save_adapter, unpatch_model
+from hf_infini.models.loading import load_causal_lm, load_tokenizer
+from running import kill_when, load_recipe
+from support.lines import Lines, only_writer
+
+recipe = load_recipe("evaluate_documents")
+prepare = load_recipe("prepare_documents")
+SETS = ["tpo", "contracts", "qmsum"]
+OWN = ["plain", "window", "kept", "bm25"]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}\n{% endfor %}<assistant>\n"
+ALL = 2048  # tokens: more than a document with its questions has
+FEW = 128
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, an adapter with scores, and prepared sets."""
+    path = tmp_path_factory.mktemp("questions")
+    raw = document_files.download(path / "raw")
+    prepare.main(["--source", str(raw), "--out", str(path / "data"), "--sets", *SETS])
+    seen = "".join(file.read_text() for file in (path / "data").glob("*.jsonl"))
+    tokenizer = build_character_tokenizer([seen, json.dumps(prompts.ASKED), TEMPLATE])
+    tokenizer.chat_template = TEMPLATE
+    special = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")
+    }
+    model = decoder("llama", vocab_size=len(tokenizer), max_position_embeddings=ALL, **special)
+    model.save_pretrained(path / "model")
+    tokenizer.save_pretrained(path / "model")
+    fitted(patch_model(model, **caches.memory_options("learned", 64)))
+    save_adapter(model, path / "adapter")
+    unpatch_model(model)
+    return path
+
+
+def words_for(folder, out, *options) -> list[str]:
+    given = ["--model", folder / "model", "--adapter", folder / "adapter", "--device", "cpu"]
+    given += ["--data", folder / "data", "--documents", 2, "--out", out, *options]
+    return [*map(str, given)]
+
+
+def evaluated(folder, out, *options) -> list[dict]:
+    """Runs the recipe in this process and returns the lines that it wrote, without their times."""
+    recipe.main(words_for(folder, out, *options))
+    lines = [json.loads(line) for line in out.with_suffix(".jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in line.items() if k not in ("seconds", "checksum")} for line in lines[1:]
+    ]
+
+
+def by_way(lines: list[dict]) -> dict[str, dict]:
+    """Of each way its questions, by document and number."""
+    found: dict[str, dict] = {}
+    for line in lines:
+        if line["question"] is not None:
+            found.setdefault(line["way"], {})[line["document"], line["question"]] = line
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """All ways with few places, from a run that nothing stopped."""
+    return evaluated(folder, folder / "whole", "--ways", *OWN, "--tokens", FEW, "--generate", 6)
+
+
+def test_ways_that_hold_everything_are_the_plain_model(folder, tmp_path, whole, capsys):
+    found = by_way(evaluated(folder, tmp_path / "all", "--ways", *OWN, "--tokens", ALL))
+    plain = found["plain"]
+    assert {line["set"] for line in plain.values()} == {*SETS} and len(plain) >= 6
+    for way in OWN:
+        assert found[way].keys() == plain.keys()
+        for key, line in found[way].items():
+            # float32 sums in another order
+            assert line["nats"] == pytest.approx(plain[key]["nats"], rel=1e-4), way
+            assert line["right"] == plain[key]["right"]
+            assert line["evidence"] in (None, 1)
+    few = by_way(whole)
+    nats = {way: tuple(round(line["nats"], 4) for line in few[way].values()) for way in OWN}
+    assert len({*nats.values()}) == len(OWN)  # no way is another under a second name
+    assert nats["plain"] == tuple(round(line["nats"], 4) for line in plain.values())
+    for way in OWN[1:]:
+        assert max(line["bytes"] for line in few[way].values()) < min(
+            line["bytes"] for line in few["plain"].values()
+        )
+    shown = capsys.readouterr().out
+    assert "| contracts" in shown and "| all" in shown and "above plain" in shown
+    assert (tmp_path / "all.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_nats_and_choices_are_those_of_the_whole_prompt(folder, whole):
+    model = load_causal_lm(folder / "model", dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(folder / "model", model)
+    asked = {line["id"]: line for name in SETS for line in lines_of(folder / "data", name)}
+    kinds = set()
+    for (name, number), line in by_way(whole)["plain"].items():
+        entry, nats = asked[name]["questions"][number], {}
+        kinds.add(entry["kind"])
+        how = "Answer in a paragraph" if entry["kind"] == "summary" else "Answer in a few words"
+        mark = "" if entry["question"][-1] in "?." else "?"
+        said = f"{asked[name]['text']}\n\nQuestion: {entry['question']}{mark} {how}, from the text."
+        prompt = f"<user>\n{said}\n<assistant>\n"
+        for answer in entry["options"] or entry["answers"]:
+            ids = tokenizer(prompt + answer, return_tensors="pt")["input_ids"]
+            with torch.no_grad():
+                logits = model(input_ids=ids).logits[0, -len(answer) - 1 : -1]
+            nats[answer] = F.cross_entropy(logits, ids[0, -len(answer) :], reduction="sum").item()
+        right = entry["answers"][0]
+        assert (line["nats"], line["tokens"]) == (pytest.approx(nats[right], rel=1e-4), len(right))
+        best = min(nats, key=lambda answer: nats[answer] / len(answer))
+        assert line["right"] == (best == right if entry["options"] else None)
+    assert kinds == {"short", "choice", "summary"}
+
+
+def lines_of(folder, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def made(folder, name: str, **options):
+    """A way, a document with its reading, and the prompter."""
+    model = load_causal_lm(folder / "model", dtype=torch.float32).eval()
+    prompter = prompts.Prompter(load_tokenizer(folder / "model", model), True)
+    given = recipe.Options(
+        model="", data="", out="", adapter=str(folder / "adapter"), tokens=FEW, **options
+    )
+    prepared = lines_of(folder / "data", "contracts")[0]
+    return ways.WAYS[name](name, model, given), prepared, prompter.document(prepared), prompter
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_question_does_not_change_what_was_read(folder, name):
+    way, prepared, document, prompter = made(folder, name)
+    with way.ready(), torch.inference_mode():
+        reading = way.read(document)
+        first, again = (
+            [
+                {**answers.ask(way, reading, document, asked, prompter, 4), "seconds": 0}
+                for asked in order
+            ]
+            for order in (prepared["questions"], prepared["questions"][::-1])
+        )
+    assert first == again[::-1] and first[0]["nats"] != first[1]["nats"]
+
+
+@pytest.mark.parametrize("name", ["window", "kept"])
+def test_the_tokens_that_are_held_are_those_in_the_cache(folder, name):
+    way, _, document, _ = made(folder, name)
+    with way.ready(), torch.inference_mode():
+        cache = way.asked(way.read(document), None)
+        held = way.held(cache, document)
+        (length, local, sinks, kept), *_ = cache.windows.values()
+        last = local * length + len(document.ids) % length
+        # each layer's places are full, and no token is in two of them
+        places = sum(sinks + last + windows[3] for windows in cache.windows.values())
+        assert held.sum().item() == pytest.approx(places / len(cache.windows))
+        assert (held[:sinks] == 1).all() and (held[-last:] == 1).all()
+        middle = held[sinks:-last]
+        assert (middle == 0).all() if name == "window" else 0 < middle.sum()
+
+
+def test_the_search_finds_the_passage_with_the_rare_word(folder):
+    way, prepared, document, prompter = made(folder, "bm25", passage=32)
+    sentence = prepared["questions"][1]["answers"][0]
+    asked = prompter.question({"question": sentence, "kind": "short"}, "en")
+    way.options.tokens = document.first + len(asked.ids) + 3 * 32
+    with torch.inference_mode():
+        cache = way.asked(way.read(document), asked)
+    evidence = document.tokens_of([[*prepared["questions"][1]["evidence"][0]]])
+    assert (
+        "".join(document.text[document.spans[n - document.first][0]] for n in evidence) == sentence
+    )
+    assert way.held(cache, document)[evidence].mean() > 0.7
+    assert cache.get_seq_length() == document.first + 3 * 32
+    assert way.chosen.tolist() == sorted(way.chosen.tolist())
+
+
+@pytest.mark.slow
+def test_quantised_keys_and_values(folder, tmp_path, whole):
+    pytest.importorskip("optimum.quanto")
+    found = by_way(evaluated(folder, tmp_path / "q", "--ways", "plain", "quantized"))
+    for key, line in found["quantized"].items():
+        plain = found["plain"][key]
+        assert line["nats"] != plain["nats"] and line["bytes"] < plain["bytes"] / 2
+        assert line["nats"] == pytest.approx(plain["nats"], rel=0.2)  # 4 bits of random weights
+
+
+def test_text_that_spells_special_tokens_is_plain_text(folder):
+    _, prepared, document, prompter = made(folder, "plain")
+    end = prompter.tokenizer.eos_token
+    spelled = prompter.document({**prepared, "text": f"{end}{prepared['text']}"})
+    assert prompter.tokenizer.eos_token_id not in spelled.ids
+    assert spelled.first == document.first
+
+
+@pytest.mark.parametrize("template", (None, "{{ messages[0].content | upper }}", "{{ raise() }}"))
+def test_models_without_a_template_or_with_one_that_does_not_fit(folder, template):
+    tokenizer = copy.deepcopy(made(folder, "plain")[-1].tokenizer)
+    tokenizer.chat_template = template
+    if template is None:
+        prompter = prompts.Prompter(tokenizer, True)
+        assert (prompter.head, prompter.before, prompter.after) == ("", "\n\n", "\nAnswer:")
+        assert tokenizer.decode(prompter.answer("x")) == " x" and not prompter.chat
+        return
+    with pytest.raises(Exception, match="--chat false"):
+        prompts.Prompter(tokenizer, True)
+    assert prompts.Prompter(tokenizer, False).after == "\nAnswer:"
+
+
+@pytest.mark.parametrize(
+    "answer, right, kind, wanted",
+    [
+        ("The Beagle, in 1831.", ["beagle"], "short", {"f1": 0.5, "contained": True}),
+        ("beagles", ["the beagle"], "short", {"f1": 0.0, "contained": False}),
+        ("", ["beagle"], "short", {"f1": 0.0, "contained": False}),
+        ("red fox", ["fox red", "a dog"], "short", {"f1": 1.0, "contained": False}),
+        ("They met.", ["They met", "x"], "summary", {"rouge": 1.0}),
+        ("a b", ["a c"], "summary", {"rouge": 0.5}),
+    ],
+)
+def test_how_an_answer_is_compared(answer, right, kind, wanted):
+    found = answers.compare(answer, right, kind, "en")
+    assert found == {"answer": answer} | {
+        name: pytest.approx(value) for name, value in wanted.items()
+    }
+
+
+# --- tables ---
+
+
+def records(nats: dict[str, list[float]], documents: int) -> list[dict]:
+    found = []
+    for way, values in nats.items():
+        for number, value in enumerate(values):
+            line = {"way": way, "set": "s", "document": f"d{number % documents}"}
+            own = {"nats": value, "tokens": 2, "right": value < 2, "evidence": None, "bytes": 2**20}
+            found.append({**line, "question": number, "seconds": 1.0, **own})
+        reading = {"way": way, "set": "s", "question": None, "seconds": 3.0, "tokens": 9}
+        found += [{**reading, "document": f"d{number}"} for number in range(documents)]
+    return found
+
+
+@pytest.mark.parametrize("documents", (1, 3, 8))
+def test_rows_are_paired_and_say_what_they_draw(documents):
+    nats = {"plain": [1.0, 3.0, 2.0, 6.0] * 6, "kept": [2.0, 2.0, 4.0, 7.0] * 6}
+    plain, kept = answer_table.compared(records(nats, documents), ["plain", "kept"], "plain")
+    assert (plain["nats"].value, kept["nats"].value) == (1.5, pytest.approx(15 / 8))
+    assert kept["by"] == ("document" if documents >= 8 else "question")
+    groups = documents if documents >= 8 else 24
+    sums = [
+        [sum(values[at::groups]) for at in range(groups)]
+        for values in (nats["kept"], nats["plain"])
+    ]
+    counts = [2 * len(nats["kept"][at::groups]) for at in range(groups)]
+    assert kept["nats_above"] == bootstrap.difference_interval(sums[0], counts, sums[1], counts)
+    assert (kept["right"].value, kept["right_n"], plain["right"].value) == (0, 24, 0.25)
+    shown = answer_table.table([plain, kept], "plain")
+    assert ("*" in shown) == (documents < 8) and "0% of 24, -25 (" in shown
+
+
+def test_documents_that_are_too_long_for_a_way_are_rows_of_their_own():
+    both = records({"plain": [1.0, 2.0], "kept": [3.0, 4.0]}, 2)
+    short = [r for r in both if (r["way"], r["document"]) != ("plain", "d1")]
+    rows = answer_table.compared(short, ["plain", "kept"], "plain")
+    assert [(row["set"], row["way"], row["questions"]) for row in rows] == [
+        ("s", "plain", 1),
+        ("s", "kept", 1),
+        ("s, too long for plain", "kept", 1),
+    ]
+    assert rows[0]["nats"].value == 0.5 and rows[2]["nats"].value == 2
+
+
+# --- runs that go on ---
+
+
+@pytest.mark.slow
+def test_a_kill_loses_one_question_at_most(folder, tmp_path, whole):
+    options = ["--ways", *OWN, "--tokens", FEW, "--generate", 6]
+    file, lines = tmp_path / "killed.jsonl", len(whole) // 2
+
+    def half_done() -> bool:
+        return file.exists() and file.read_bytes().count(b"\n") > lines
+
+    kill_when(half_done, "evaluate_documents", *words_for(folder, tmp_path / "killed", *options))
+    before = file.read_bytes().rpartition(b"\n")[0]
+    assert evaluated(folder, tmp_path / "killed", *options) == whole
+    assert file.read_bytes().startswith(before) and before.count(b"\n") >= lines - 1
+
+
+@pytest.mark.parametrize("damage", ("cut", "changed", "another's", "none"))
+@pytest.mark.parametrize("place", (1, 5, -1))
+def test_a_damaged_line_is_measured_again(damage, place, folder, tmp_path, whole, capsys):
+    for suffix in (".json", ".jsonl", ".png"):
+        shutil.copy(folder / f"whole{suffix}", tmp_path / f"out{suffix}")
+    file = tmp_path / "out.jsonl"
+    lines = file.read_text().splitlines()
+    line = lines[place]
+    lines[place] = {
+        "cut": line[:-9],
+        "changed": line.replace('"way": "', '"way": "x'),
+        "another's": '{"way": "plain"}',
+        "none": line,
+    }[damage]
+    file.write_text("\n".join(lines))  # and the last line has no end
+    options = ["--ways", *OWN, "--tokens", FEW, "--generate", 6]
+    found = evaluated(folder, tmp_path / "out", *options)
+    assert sorted(map(json.dumps, found)) == sorted(map(json.dumps, whole))
+    said = f"line {place % len(lines) + 1} is damaged" in capsys.readouterr().err
+    assert said == (damage != "none")
+
+
+def test_more_ways_and_questions_are_added_and_other_options_are_not(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    small = ["--tokens", FEW, "--questions", 1, "--sets", "tpo", "contracts"]
+    first = evaluated(folder, out, *small, "--ways", "plain")
+    more = evaluated(folder, out, "--tokens", FEW, "--ways", "plain", "bm25")
+    assert more[: len(first)] == first and len(by_way(more)["bm25"]) == len(by_way(more)["plain"])
+    before = out.with_suffix(".jsonl").read_bytes()
+    for option, value in (("--tokens", 256), ("--chat", "false"), ("--generate", 3)):
+        words = words_for(folder, out, *small, "--ways", "plain", option, value)
+        refused(recipe.main, words, capsys, "was measured with another", option[2:], "--out")
+    assert out.with_suffix(".jsonl").read_bytes() == before
+    with only_writer(out.with_suffix(".jsonl")):
+        words = words_for(folder, out, *small, "--ways", "plain")
+        refused(recipe.main, words, capsys, "another run is writing there")
+
+
+@pytest.mark.parametrize("text", (b"", b"{}\n", b'{"way": 1}\n', b"\xff\n", b"[1]\n"))
+def test_files_of_something_else(text, folder, tmp_path, capsys):
+    file = tmp_path / "out.jsonl"
+    file.write_bytes(text)
+    words = words_for(folder, tmp_path / "out", "--ways", "plain")
+    refused(recipe.main, words, capsys, str(file), "--out")
+    assert file.read_bytes() == text
+
+
+def test_lines_are_what_was_added(tmp_path):
+    lines = Lines(tmp_path / "x.jsonl", {"a": (1, 2)})
+    for number in range(3):
+        lines.add({"number": number, "text": "é\u2028"})
+    assert Lines(tmp_path / "x.jsonl", {"a": [1, 2]}).records == lines.records
+
+
+# --- bad input ---
+
+
+def test_documents_that_are_too_long_are_said(folder, tmp_path, capsys):
+    model = shutil.copytree(folder / "model", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 500}))
+    data = ["--ways", "plain", "window", "--tokens", FEW, "--sets", "qmsum", "tpo"]
+    words = [*words_for(folder, tmp_path / "out", *data), "--model", model]
+    shown = handled(recipe.main, words, capsys, "and plain holds 500: left out of its rows")
+    assert "qmsum, too long for plain" in shown
+    words = words_for(folder, tmp_path / "none", "--max_tokens", 9)
+    refused(recipe.main, words, capsys, "no document has at most --max_tokens 9")
+
+
+def test_bad_options_and_folders(folder, tmp_path, capsys):
+    for options, message in [
+        (["--ways", "plain", "plain"], "name each once"),
+        (["--ways", "window"], "--against plain must be one of --ways window"),
+        (["--sets", "quality"], "has tpo, contracts, qmsum"),
+        (["--data", folder], "has no documents.json"),
+        (["--data", folder / "none"], "has no documents.json"),
+        (["--ways", "plain", "SnapKV"], "kvpress"),
+        (["--model", tmp_path / "none"], "there is no folder"),
+        (["--adapter", tmp_path / "none"], "there is no folder"),
+        (["--ways", "plain", "kept", "--keep_score", "half"], "half"),
+    ]:
+        words = words_for(folder, tmp_path / f"out{len(message)}", *options)
+        refused(recipe.main, words, capsys, message)
+    words = [word for word in words_for(folder, tmp_path / "o") if "adapter" not in word]
+    refused(recipe.main, [*words, "--keep_score", "learned"], capsys, "give the --adapter")
+    for name, change in (
+        ("tpo.jsonl", lambda text: text.replace("gate", "door", 1)),
+        ("documents.json", lambda text: text.replace("8", "9", 1)),
+    ):
+        data = shutil.copytree(folder / "data", tmp_path / f"changed {name}")
+        (data / name).write_text(change((data / name).read_text()))
+        words = [*words_for(folder, tmp_path / "out"), "--data", data]
+        refused(recipe.main, words, capsys, str(data / name), "make it again", keeps=data)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_model_with_a_memory_is_refused(folder, tmp_path, capsys):
+    model = load_causal_lm(folder / "model")
+    patch_model(model, segment_length=16).save_pretrained(tmp_path / "model")
+    load_tokenizer(folder / "model", model).save_pretrained(tmp_path / "model")
+    words = [*words_for(folder, tmp_path / "out"), "--model", tmp_path / "model"]
+    refused(recipe.main, words, capsys, "has a memory")
