@@ -13,13 +13,10 @@ from running import ROOT, load_recipe
 NEEDED = {
     "benchmark": ["--out", "x.json"],
     "compare_caches": ["--model", "x", "--out", "x", "--text", "x"],
-    "convert": ["--model", "x", "--data", "x", "--out", "x"],
     "evaluate_model": ["--model", "x"],
     "finetune_lora": ["--model", "x", "--adapter", "x", "--data", "x", "--out", "x"],
     "generate": ["--model", "x"],
-    "inspect_heads": ["--model", "x"],
     "mqar": ["--out", "x"],
-    "ngram_baseline": ["--data", "x"],
     "prepare": ["--source", "x", "--out", "x"],
     "prepare_recall": ["--data", "x", "--out", "x"],
     "model_card": [
@@ -136,7 +133,6 @@ WORDS = {
 DEVICES = {
     "benchmark": [],
     "generate": ["--prompt", "x"],
-    "inspect_heads": ["--out", "y"],
     "model_card": ["--out", "y"],
 }
 DEVICES["evaluate_model"] = ["--text", "text"]
