@@ -24,10 +24,10 @@ than ten minutes on an H100.
 Prints tables and writes OUT, after every measurement.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from cli import SEED, UserError, exit_on_error, option, parse_options
+from cli import SEED, UserError, exit_on_error, needed, option, parse_options
 from cli.names import check_name
 
 PARTS = ["attention", "model", "decoding"]
@@ -35,13 +35,12 @@ PARTS = ["attention", "model", "decoding"]
 
 @dataclass
 class Options:
-    out: str = field(metadata={"help": "JSON file to write.", "group": "output"})
+    out: str = needed("JSON file to write.", group="output")
     parts: list[str] = option(PARTS, "What to measure.", choices=PARTS, group="measurement")
     model: str = option(
         "gpt2",
-        "gpt2, smollm2-135m, smollm2-360m, smollm2-1.7b (their sizes), "
-        "tiny (to see that all runs), or folder or name on the Hub of a "
-        "plain language model.",
+        "gpt2, smollm2-135m, smollm2-360m, smollm2-1.7b (their sizes), tiny (to see that all "
+        "runs), or folder or name on the Hub of a plain language model.",
     )
     dtypes: list[str] = option(
         ["bfloat16"],

@@ -45,11 +45,11 @@ Writes OUT.json, OUT.png, and the table on standard output.
 import functools
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cli import SEED, UserError, exit_on_error, option, parse_options
+from cli import SEED, UserError, exit_on_error, needed, option, parse_options
 from cli.model_options import KEEP_SCORES
 from cli.names import check_name
 
@@ -63,18 +63,14 @@ PRESSES = [
 
 @dataclass
 class Options:
-    model: str = field(
-        metadata={
-            "help": "Folder or name on the Hub, of a plain model unless with --attribute.",
-            "group": "model",
-        }
+    model: str = needed(
+        "Folder or name on the Hub, of a plain model unless with --attribute.", group="model"
     )
-    out: str = field(metadata={"help": "Files to write, without suffix.", "group": "output"})
+    out: str = needed("Files to write, without suffix.", group="output")
     adapter: str | None = option(
         None,
-        "Adapter with the scores of the ways learned and half, or, "
-        "with --attribute, the memory of a plain model: folder or "
-        "Hub name.",
+        "Adapter with the scores of the ways learned and half, or, with --attribute, the memory of "
+        "a plain model: folder or Hub name.",
         group="model",
     )
     task: Literal["perplexity", "passkey", "facts"] = option(
@@ -145,9 +141,8 @@ class Options:
     batch_size: int = option(4, "Rows per call of the model.", at_least=1)
     precision: Literal["float32", "bf16"] = option(
         "float32",
-        "Of weights and calculations; bf16, "
-        "in which models are served, is "
-        "faster where it is native.",
+        "Of weights and calculations; bf16, in which models are served, is faster where it is "
+        "native.",
     )
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
 

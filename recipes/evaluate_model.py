@@ -34,17 +34,17 @@ Writes OUT.json, and the same as a table on standard output.
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cli import ADAPTER, SEED, UserError, exit_on_error, option, parse_options
+from cli import ADAPTER, SEED, UserError, exit_on_error, needed, option, parse_options
 from cli.names import home_of
 
 
 @dataclass
 class Options:
-    model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
+    model: str = needed("Model folder or name on the Hub.", group="model")
     adapter: str | None = option(None, ADAPTER)
     task: Literal["perplexity", "passkey", "facts"] = option(
         "perplexity", "What to measure.", group="measurement"
@@ -106,17 +106,15 @@ class Options:
     batch_size: int = option(4, "Rows per call of the model.", at_least=1)
     precision: Literal["float32", "bf16"] = option(
         "float32",
-        "Of weights and calculations; bf16, "
-        "in which models are served, is "
-        "faster where it is native.",
+        "Of weights and calculations; bf16, in which models are served, is faster where it is "
+        "native.",
     )
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     out: str | None = option(
         None,
-        "File to write, without .json; default: evaluation in the "
-        "folder of the adapter or model (other tasks, and with the "
-        "memory off: the task's name), with _text (facts among lines "
-        "of text), _test and _memory_off appended.",
+        "File to write, without .json; default: evaluation in the folder of the adapter or model "
+        "(other tasks, and with the memory off: the task's name), with _text (facts among lines of "
+        "text), _test and _memory_off appended.",
         group="output",
     )
 

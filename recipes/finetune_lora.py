@@ -25,38 +25,25 @@ line.
 
 import contextlib
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from cli import SEED, UserError, exit_on_error, option, parse_options
+from cli import SEED, UserError, exit_on_error, needed, option, parse_options
 from cli.names import check_name
 
 
 @dataclass
 class Options:
-    model: str = field(
-        metadata={"help": "Plain model: a folder or a name on the Hub.", "group": "model"}
+    model: str = needed("Plain model: a folder or a name on the Hub.", group="model")
+    adapter: str = needed(
+        "Adapter with the scores of the kept tokens, without a LoRA: a folder or a name on the Hub."
     )
-    adapter: str = field(
-        metadata={
-            "help": "Adapter with the scores of the kept tokens, without a "
-            "LoRA: a folder or a name on the Hub."
-        }
+    data: list[str] = needed(
+        "Folders made by recipes/prepare.py with the model's tokenizer, with "
+        "rows of one length, longer than the cache.",
+        group="data",
     )
-    data: list[str] = field(
-        metadata={
-            "help": "Folders made by recipes/prepare.py with the "
-            "model's tokenizer, with rows of one length, longer "
-            "than the cache.",
-            "group": "data",
-        }
-    )
-    out: str = field(
-        metadata={
-            "help": "Folder to write, and the name of a file without .json.",
-            "group": "output",
-        }
-    )
+    out: str = needed("Folder to write, and the name of a file without .json.", group="output")
     four_bits: bool = option(
         False, "Weights of 4 bits (NF4 of bitsandbytes), read as bfloat16.", group="model"
     )

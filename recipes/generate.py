@@ -17,11 +17,11 @@ What was read of a long text once is asked by the command `hf-infini` (ask, read
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cli import ADAPTER, SEED, UserError, exit_on_error, option, parse_options
+from cli import ADAPTER, SEED, UserError, exit_on_error, needed, option, parse_options
 
 SHOWN = 300  # characters of a prompt
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # any token, by its probability
@@ -29,7 +29,7 @@ SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # any token, by its p
 
 @dataclass
 class Options:
-    model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
+    model: str = needed("Model folder or name on the Hub.", group="model")
     adapter: str | None = option(None, ADAPTER)
     prompt: list[str] | None = option(
         None,

@@ -20,10 +20,10 @@ OUT/table.md compares the finished ones.
 """
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from cli import SEED, UserError, exit_on_error, option, parse_options, parse_yaml
+from cli import SEED, UserError, exit_on_error, needed, option, parse_options, parse_yaml
 from cli.model_options import MEMORY, UPDATE_RULES, given_options
 
 # As associative_recall.model has them, whose import takes seconds; what tells most comes first
@@ -38,11 +38,8 @@ STATE_TOKENS = 1024  # after which the state is counted
 
 @dataclass
 class MQAROptions:
-    out: str = field(
-        metadata={
-            "help": "Folder of all runs; those that are there go on, or are finished.",
-            "group": "output",
-        }
+    out: str = needed(
+        "Folder of all runs; those that are there go on, or are finished.", group="output"
     )
     mixers: list[str] = option(
         MIXERS, "What is compared, in this order.", choices=MIXERS, group="model"
@@ -84,9 +81,8 @@ class MQAROptions:
     batch_size: int = option(256, "Rows of a step.", at_least=1, at_most=2**20)
     precision: str = option(
         "float32",
-        "Of the products with the output weights, half of the "
-        "work; bf16 is faster where it is native. The rest and the "
-        "tests are float32.",
+        "Of the products with the output weights, half of the work; bf16 is faster where it is "
+        "native. The rest and the tests are float32.",
         choices=["float32", "bf16"],
     )
     seed: int = option(123, "Seed of rows, weights and dropout; zoology's is 123.", **SEED)

@@ -17,27 +17,19 @@ metrics.jsonl, loss_curve.png and result.json, with the gates of the memory, whe
 than the window, so that some token reads one.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from cli import SEED, exit_on_error, option, parse_options
+from cli import SEED, exit_on_error, needed, option, parse_options
 from cli.model_options import ModelOptions, attention_of, build_config, build_model
 
 
 @dataclass
 class RunOptions:
-    data: str = field(
-        metadata={
-            "help": "Folder made by recipes/prepare.py; its rows set the context.",
-            "group": "data",
-        }
-    )
-    out: str = field(
-        metadata={
-            "help": "Folder for the checkpoints and results; continued when it holds this run.",
-            "group": "output",
-        }
+    data: str = needed("Folder made by recipes/prepare.py; its rows set the context.", group="data")
+    out: str = needed(
+        "Folder for the checkpoints and results; continued when it holds this run.", group="output"
     )
     epochs: float | None = option(
         None,
@@ -55,18 +47,15 @@ class RunOptions:
     )
     separate_documents: bool = option(
         False,
-        "Keep the documents of a row apart: positions begin "
-        "again after each end-of-text token, which neither "
-        "attention nor memory crosses.",
+        "Keep the documents of a row apart: positions begin again after each end-of-text token, "
+        "which neither attention nor memory crosses.",
         group="data",
     )
     dilute_with: str | None = option(
         None,
-        "infini, linear rule: a folder of plain text made by "
-        "recipes/prepare.py with the same tokenizer. Each "
-        "training row begins with the memory of one of its "
-        "rows, up to --dilute_up_to times as heavy, so that "
-        "short rows train what long texts need.",
+        "infini, linear rule: a folder of plain text made by recipes/prepare.py with the same "
+        "tokenizer. Each training row begins with the memory of one of its rows, up to "
+        "--dilute_up_to times as heavy, so that short rows train what long texts need.",
     )
     dilute_up_to: float = option(
         32.0,
@@ -83,9 +72,8 @@ class RunOptions:
     )
     context_parallel_size: int | None = option(
         None,
-        "infini: processes that share each row, each "
-        "computing the tokens of a part: for rows "
-        "too long for one device; default: 1.",
+        "infini: processes that share each row, each computing the tokens of a part: for rows too "
+        "long for one device; default: 1.",
         greater_than=0,
         rare=True,
         group="machine",
@@ -96,9 +84,8 @@ class RunOptions:
     )
     report_to: list[str] = option(
         ["none"],
-        "Trackers that receive losses, learning rate and "
-        "gates: none, or any of tensorboard (files in "
-        "OUT/runs), trackio, wandb, mlflow, …",
+        "Trackers that receive losses, learning rate and gates: none, or any of tensorboard (files "
+        "in OUT/runs), trackio, wandb, mlflow, …",
         group="output",
     )
 

@@ -60,12 +60,10 @@ def ending(out: Path, data: Path, result: dict) -> str:
     model, speed = shlex.quote(str(out)), f"{result['tokens_per_second']:,.0f} tokens/s"
     rows = {
         "reached": f"cross-entropy {result['cross_entropy']:.4f} nats per token, perplexity "
-        f"{result['perplexity']:.2f}, on {result['validation_tokens']:,} validation "
-        "tokens",
+        f"{result['perplexity']:.2f}, on {result['validation_tokens']:,} validation tokens",
         "trained": f"{result['tokens']:,} tokens in {duration(result['seconds'])}, {speed}",
         "model": str(out),
         "next": f"python recipes/evaluate_model.py --model {model} --data "
-        f"{shlex.quote(str(data))}\n{'':9}python recipes/generate.py --model {model} "
-        "--prompt A",
+        f"{shlex.quote(str(data))}\n{'':9}python recipes/generate.py --model {model} --prompt A",
     }
     return "\n".join(f"{name:<9}{text}" for name, text in rows.items())

@@ -117,12 +117,6 @@ WORDS = {
         1,
     ),
     "nothing to study": ("study", [], ["--study"], 1),
-    "grid without values": (
-        "study",
-        ["--data", "x", "--grid", "score="],
-        ["--grid score=", "OPTION=VALUE,VALUE"],
-        1,
-    ),
     "set of broken YAML": (
         "study",
         ["--data", "x", "--set", "train.seed=[1"],
@@ -213,10 +207,9 @@ STUDIES = {
     "unknown section": ("trian: {}\n", "no section 'trian'"),
     "section of another kind": ("train: [1]\n", "the section 'train'"),
     "a list for one value": (
-        "train: {seed: [1, 2]}\ngrid: {n_layer: [1]}\n",
+        "train: {seed: [1, 2]}\n",
         "unrecognised arguments: 2",
     ),
-    "grid without lists": ("grid: {score: dot}\n", "gives each option a list of values"),
 }
 
 
