@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -210,26 +210,16 @@ def write_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def check_place(file: Path, entries: dict[str, type], others: Sequence[Path] = ()) -> None:
-    """UserError unless a recipe can write its files, and would replace only what it wrote itself;
-    checked before hours of work. Makes the folder of the files.
+def check_place(file: Path, entries: dict[str, type]) -> None:
+    """UserError unless a recipe can write its JSON file, and would replace only what it wrote
+    itself; checked before hours of work. Makes the folder of the file.
 
     Args:
-        file: the JSON file.
         entries: what the recipe's own JSON has, see [`read_json`].
-        others: files that are written together with it.
     """
     if file.exists():
-        read_json(
-            file,
-            entries,
-            "it is no such file of this recipe: choose another --out, or move it away",
-        )
-    elif there := [str(other) for other in others if other.exists()]:
-        raise UserError(
-            f"--out: {', '.join(there)} is there without {file}: choose another "
-            "--out, or move it away"
-        )
+        remedy = "it is no such file of this recipe: choose another --out, or move it away"
+        read_json(file, entries, remedy)
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=file.parent):
         pass
