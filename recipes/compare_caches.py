@@ -47,9 +47,9 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from cli import SEED, UserError, exit_on_error, needed, option, parse_options
+from cli import UserError, exit_on_error, needed, option, parse_options
+from cli.evaluation_options import EvaluationOptions
 from cli.model_options import KEEP_SCORES
 from cli.names import check_name
 
@@ -61,31 +61,25 @@ PRESSES = [
 ]
 
 
-@dataclass
-class Options:
-    model: str = needed(
-        "Folder or name on the Hub, of a plain model unless with --attribute.", group="model"
-    )
+@dataclass(kw_only=True)
+class Options(EvaluationOptions):
     out: str = needed("File to write, without .json.", group="output")
     adapter: str | None = option(
         None,
         "Adapter with the scores of the ways learned and half, or, with --attribute, the memory of "
         "a plain model: folder or Hub name.",
-        group="model",
-    )
-    task: Literal["perplexity", "passkey", "facts"] = option(
-        "perplexity", "What to measure.", group="measurement"
     )
     ways: list[str] = option(
-        ["plain", "window", "attention"], "What is compared.", choices=[*OWN, *PRESSES]
+        ["plain", "window", "attention"],
+        "What is compared.",
+        choices=[*OWN, *PRESSES],
+        group="measurement",
     )
     attribute: bool = option(
         False, "Compare the parts of --model, which has a memory or gets one with --adapter."
     )
     caches: list[int] = option(
-        [512],
-        "Tokens in the cache of each key/value head, several one after the other.",
-        at_least=16,
+        [512], "Tokens in the cache of each key/value head, one after the other.", at_least=16
     )
     window: int = option(
         256,
@@ -94,38 +88,18 @@ class Options:
     )
     segments: int = option(
         2,
-        "Segments of that window. With more of them a query sees more of "
-        "it, and reading is slower.",
+        "Segments of that window. With more of them a query sees more of it, and reading is "
+        "slower.",
         at_least=1,
     )
-    data: str | None = option(
-        None,
-        "Folder made by recipes/prepare.py, whose held-out documents are read. Or --text.",
-        group="data",
-    )
-    text: str | None = option(
-        None,
-        "Text file (one document), or JSON, CSV, parquet (one per row, field text). Or --data.",
-    )
-    split: Literal["validation", "test"] = option(
-        "validation", "--data: the held-out documents to read."
-    )
-    min_characters: int = option(0, "Leave out documents shorter than this.", at_least=0)
     length: int = option(8192, "perplexity: tokens per row.", at_least=2)
     rows: int = option(16, "perplexity: rows.", at_least=1)
     count_from: int = option(1024, "perplexity: first position that counts.", at_least=1)
     lengths: list[int] = option(
-        [2048, 4096, 8192], "passkey: lengths of the examples in tokens.", at_least=2
-    )
-    depths: list[float] = option(
-        [5],
-        "passkey: shares of the text before the number, 0 to 1; one "
-        "number from 2 on: so many, evenly spaced.",
-        at_least=0,
-        at_most=1000,
-    )
-    language: Literal["pt", "en"] = option(
-        "pt", "passkey: language of the sentences about the number."
+        [2048, 4096, 8192],
+        "passkey: lengths of the examples in tokens.",
+        at_least=2,
+        group="passkeys and facts",
     )
     distances: list[int] = option(
         [0, 1, 2, 4, 8, 16, 32], "facts: segments from a fact to its question.", at_least=0
@@ -136,19 +110,7 @@ class Options:
     samples: int = option(
         8, "passkey, facts: examples per cell: a length and a depth, or a distance.", at_least=1
     )
-    seed: int = option(0, "passkey, facts: seed of the examples.", **SEED)
     chunk: int = option(2048, "Tokens per call of the model.", at_least=1, group="machine")
-    batch_size: int = option(4, "Rows per call of the model.", at_least=1)
-    precision: Literal["float32", "bf16"] = option(
-        "float32",
-        "Of weights and calculations; bf16, in which models are served, is faster where it is "
-        "native.",
-    )
-    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
-
-    @property
-    def source(self) -> str | None:
-        return self.text or self.data
 
 
 @exit_on_error(when_stopped="finished contestants are kept; the same command goes on from them")

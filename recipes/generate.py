@@ -32,9 +32,7 @@ class Options:
     model: str = needed("Model folder or name on the Hub.", group="model")
     adapter: str | None = option(None, ADAPTER)
     prompt: list[str] | None = option(
-        None,
-        "One or more prompts; without --prompt_file too, standard input is read.",
-        group="prompt",
+        None, "Prompts; without --prompt_file too, standard input is read.", group="prompt"
     )
     prompt_file: str | None = option(None, "UTF-8 file with the prompt.")
     max_new_tokens: int = option(
@@ -43,9 +41,7 @@ class Options:
         greater_than=0,
         group="continuation",
     )
-    do_sample: bool = option(
-        False, "Draw each token by its probability; default: take the likeliest."
-    )
+    do_sample: bool = option(False, "Draw each token by its probability, or take the likeliest.")
     temperature: float | None = option(
         None, "Sampling: below 1 likelier tokens, above 1 rarer ones; default: 1.", greater_than=0
     )
@@ -53,10 +49,7 @@ class Options:
         None, "Sampling: among this number of the likeliest tokens; default: all.", greater_than=0
     )
     top_p: float | None = option(
-        None,
-        "Sampling: among the likeliest that have this probability together; default: 1.",
-        greater_than=0,
-        at_most=1,
+        None, "Sampling: among the likeliest of this total; default: 1.", greater_than=0, at_most=1
     )
     repetition_penalty: float = option(
         1.0, "Above 1, tokens already in prompt or continuation become less likely.", greater_than=0
@@ -69,9 +62,7 @@ class Options:
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and cache.")
     json: bool = option(
-        False,
-        "Print objects with prompt, text and the number of new tokens, one per line.",
-        group="output",
+        False, "Print objects with prompt, text and the number of new tokens.", group="output"
     )
 
 

@@ -64,21 +64,15 @@ def main(argv: list[str] | None = None) -> None:
     found = read_run(run)
     with new_folder(out) as part:
         folder.write_model(run, part)
-        samples = folder.generate_samples(
-            part, options.prompt, options.max_new_tokens, options.seed, options.device
-        )
+        how = options.max_new_tokens, options.seed, options.device
+        samples = folder.generate_samples(part, options.prompt, *how)
         curve = folder.LOSS_CURVE if (part / folder.LOSS_CURVE).is_file() else None
-        (part / "README.md").write_text(
-            write_card(found, options, samples, curve), encoding="utf-8"
-        )
-    sizes = {
-        file.relative_to(out): file.stat().st_size
-        for file in sorted(out.rglob("*"))
-        if file.is_file()
-    }
-    for name, size in sizes.items():
-        print(f"{size:>12,}  {name}")
-    print(f"{sum(sizes.values()):>12,}  bytes in {out}")
+        card = write_card(found, options, samples, curve)
+        (part / "README.md").write_text(card, encoding="utf-8")
+    files = [file for file in sorted(out.rglob("*")) if file.is_file()]
+    for file in files:
+        print(f"{file.stat().st_size:>12,}  {file.relative_to(out)}")
+    print(f"{sum(file.stat().st_size for file in files):>12,}  bytes in {out}")
     print(f"next: hf upload {options.repo_id or 'USER/NAME'} {out}")
 
 
