@@ -17,6 +17,7 @@ from .cache.archive import archive_bytes, archives_of
 from .cache.cache import InfiniCache
 from .cache.files import MemoryFileError
 from .models.loading import fingerprint, load_config
+from .options import context_limit
 from .tools import cache_folder
 from .tools.documents import read_documents
 from .tools.estimate import estimate as estimate_cache
@@ -42,6 +43,7 @@ LENGTHS = [8_192, 131_072, 1_048_576]  # of texts, in `estimate`
 # of `inspect`: tokens of a model without a memory; and heads · tokens² of a page of some megabytes
 INSPECTED, PAGE_WEIGHTS = 200, 44_000_000
 SOURCES = 3  # passages that are shown of an answer
+LARGEST_PAGE = 100_000_000  # bytes; browsers take long over more
 COLDEST, HOTTEST = 1e-4, 1e4  # temperatures at which logits are numbers in every dtype
 
 
@@ -354,6 +356,10 @@ def inspect(
             "page of some megabytes]",
         ),
     ] = None,
+    layers: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Layer to look into, from 0; give several. [default: all]"),
+    ] = None,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
@@ -372,7 +378,10 @@ def inspect(
             )
         net = net if adapter is None else adapted(net, adapter, kept_tokens)
     encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)
-    ids = encoded["input_ids"][:, : max_tokens or _inspected(net.config)]
+    limit = context_limit(net.config)
+    ids = encoded["input_ids"][:, : max_tokens or min(_inspected(net.config), limit or sys.maxsize)]
+    if limit is not None and ids.shape[1] > limit:
+        raise ValueError(f"{model} has {limit:,} positions: give at most so many --max-tokens.")
     seen = _places(net.config, kept=False)
     if seen is not None and ids.shape[1] <= seen:
         say(
@@ -380,7 +389,15 @@ def inspect(
             "kept yet: give a longer document, or more --max-tokens"
         )
     with while_("inspecting", model, "Fewer --max-tokens need less memory."):
-        page = inspection_page(inspect_attention(net, ids, tokenizer), title=Path(model).name)
+        found = inspect_attention(net, ids, tokenizer, layers=layers)
+        if all(layer.weights is None for layer in found.layers.values()):
+            raise ValueError(f"{model} has no attention heads in these layers.")
+        page = inspection_page(found, title=Path(model).name)
+    if len(page) > LARGEST_PAGE:
+        raise ValueError(
+            f"the page would have {len(page) / 1e6:,.0f} MB, more than {LARGEST_PAGE / 1e6:,.0f}: "
+            "give fewer --layers or --max-tokens."
+        )
     with while_("writing", out), replacing(out) as file:
         file.write_text(page, encoding="utf-8")
     say(f"{out}: open it in a browser")

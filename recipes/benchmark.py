@@ -24,10 +24,11 @@ than ten minutes on an H100.
 Prints tables and writes OUT, after every measurement.
 """
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
-from cli import SEED, UserError, exit_on_error, option, parse_options
+from cli import SEED, UserError, exit_on_error, needed, option, parse_options
 from cli.names import check_name
 
 PARTS = ["attention", "model", "decoding"]
@@ -35,13 +36,12 @@ PARTS = ["attention", "model", "decoding"]
 
 @dataclass
 class Options:
-    out: str = field(metadata={"help": "JSON file to write.", "group": "output"})
+    out: str = needed("JSON file to write.", group="output")
     parts: list[str] = option(PARTS, "What to measure.", choices=PARTS, group="measurement")
     model: str = option(
         "gpt2",
-        "gpt2, smollm2-135m, smollm2-360m, smollm2-1.7b (their sizes), "
-        "tiny (to see that all runs), or folder or name on the Hub of a "
-        "plain language model.",
+        "gpt2, smollm2-135m, smollm2-360m, smollm2-1.7b (their sizes), tiny (to see that all "
+        "runs), or folder or name on the Hub of a plain language model.",
     )
     dtypes: list[str] = option(
         ["bfloat16"],
@@ -68,10 +68,7 @@ class Options:
     seed: int = option(0, "Of weights, inputs and the order of contestants.", **SEED)
 
 
-@exit_on_error(
-    when_stopped="the parts that are finished are in --out; the same command measures "
-    "all of them again"
-)
+@exit_on_error("finished parts are in --out; the same command measures all of them again")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     options.shapes = shapes_of(options.shapes)
@@ -98,12 +95,8 @@ def main(argv: list[str] | None = None) -> None:
         check_name("--model", options.model)
     out = Path(options.out)
     check_place(out, {"parts": dict, "threads": int})
-    content = {
-        **measurement.environment(),
-        "options": vars(options),
-        "threads": torch.get_num_threads(),
-        "parts": {},
-    }
+    content = {**measurement.environment(), "options": vars(options), "parts": {}}
+    content["threads"] = torch.get_num_threads()
     for part in options.parts:
         rows = content["parts"][part] = []
         for measured in tqdm(parts.PARTS[part](options), desc=part, unit="measurement"):
@@ -118,12 +111,9 @@ def shapes_of(shapes: list[str] | None) -> list[tuple[int, int]]:
     """--shapes as pairs of tokens and segment length."""
     pairs = []
     for shape in shapes or ():
-        tokens, cross, segment = shape.partition("x")
-        if not (
-            tokens.isdecimal() and cross and segment.isdecimal() and int(tokens) and int(segment)
-        ):
+        if not re.fullmatch(r"0*[1-9]\d*x0*[1-9]\d*", shape):
             raise UserError(f"--shapes {shape}: give TOKENSxSEGMENT, such as 4096x256")
-        pairs.append((int(tokens), int(segment)))
+        pairs.append(tuple(map(int, shape.split("x"))))
     return pairs
 
 

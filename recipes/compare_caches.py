@@ -39,17 +39,17 @@ of the gap between the smallest window and plain is closed. passkey and facts: a
 evaluate_model.py.
 
 Stopped and started again with the same command, it goes on after the last finished contestant.
-Writes OUT.json, OUT.png, and the table on standard output.
+Writes OUT.json, and the table on standard output.
 """
 
 import functools
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from cli import SEED, UserError, exit_on_error, option, parse_options
+from cli import UserError, exit_on_error, needed, option, parse_options
+from cli.evaluation_options import EvaluationOptions
 from cli.model_options import KEEP_SCORES
 from cli.names import check_name
 
@@ -61,35 +61,25 @@ PRESSES = [
 ]
 
 
-@dataclass
-class Options:
-    model: str = field(
-        metadata={
-            "help": "Folder or name on the Hub, of a plain model unless with --attribute.",
-            "group": "model",
-        }
-    )
-    out: str = field(metadata={"help": "Files to write, without suffix.", "group": "output"})
+@dataclass(kw_only=True)
+class Options(EvaluationOptions):
+    out: str = needed("File to write, without .json.", group="output")
     adapter: str | None = option(
         None,
-        "Adapter with the scores of the ways learned and half, or, "
-        "with --attribute, the memory of a plain model: folder or "
-        "Hub name.",
-        group="model",
-    )
-    task: Literal["perplexity", "passkey", "facts"] = option(
-        "perplexity", "What to measure.", group="measurement"
+        "Adapter with the scores of the ways learned and half, or, with --attribute, the memory of "
+        "a plain model: folder or Hub name.",
     )
     ways: list[str] = option(
-        ["plain", "window", "attention"], "What is compared.", choices=[*OWN, *PRESSES]
+        ["plain", "window", "attention"],
+        "What is compared.",
+        choices=[*OWN, *PRESSES],
+        group="measurement",
     )
     attribute: bool = option(
         False, "Compare the parts of --model, which has a memory or gets one with --adapter."
     )
     caches: list[int] = option(
-        [512],
-        "Tokens in the cache of each key/value head, several one after the other.",
-        at_least=16,
+        [512], "Tokens in the cache of each key/value head, one after the other.", at_least=16
     )
     window: int = option(
         256,
@@ -98,38 +88,18 @@ class Options:
     )
     segments: int = option(
         2,
-        "Segments of that window. With more of them a query sees more of "
-        "it, and reading is slower.",
+        "Segments of that window. With more of them a query sees more of it, and reading is "
+        "slower.",
         at_least=1,
     )
-    data: str | None = option(
-        None,
-        "Folder made by recipes/prepare.py, whose held-out documents are read. Or --text.",
-        group="data",
-    )
-    text: str | None = option(
-        None,
-        "Text file (one document), or JSON, CSV, parquet (one per row, field text). Or --data.",
-    )
-    split: Literal["validation", "test"] = option(
-        "validation", "--data: the held-out documents to read."
-    )
-    min_characters: int = option(0, "Leave out documents shorter than this.", at_least=0)
     length: int = option(8192, "perplexity: tokens per row.", at_least=2)
     rows: int = option(16, "perplexity: rows.", at_least=1)
     count_from: int = option(1024, "perplexity: first position that counts.", at_least=1)
     lengths: list[int] = option(
-        [2048, 4096, 8192], "passkey: lengths of the examples in tokens.", at_least=2
-    )
-    depths: list[float] = option(
-        [5],
-        "passkey: shares of the text before the number, 0 to 1; one "
-        "number from 2 on: so many, evenly spaced.",
-        at_least=0,
-        at_most=1000,
-    )
-    language: Literal["pt", "en"] = option(
-        "pt", "passkey: language of the sentences about the number."
+        [2048, 4096, 8192],
+        "passkey: lengths of the examples in tokens.",
+        at_least=2,
+        group="passkeys and facts",
     )
     distances: list[int] = option(
         [0, 1, 2, 4, 8, 16, 32], "facts: segments from a fact to its question.", at_least=0
@@ -140,20 +110,7 @@ class Options:
     samples: int = option(
         8, "passkey, facts: examples per cell: a length and a depth, or a distance.", at_least=1
     )
-    seed: int = option(0, "passkey, facts: seed of the examples.", **SEED)
     chunk: int = option(2048, "Tokens per call of the model.", at_least=1, group="machine")
-    batch_size: int = option(4, "Rows per call of the model.", at_least=1)
-    precision: Literal["float32", "bf16"] = option(
-        "float32",
-        "Of weights and calculations; bf16, "
-        "in which models are served, is "
-        "faster where it is native.",
-    )
-    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
-
-    @property
-    def source(self) -> str | None:
-        return self.text or self.data
 
 
 @exit_on_error(when_stopped="finished contestants are kept; the same command goes on from them")
@@ -167,84 +124,54 @@ def main(argv: list[str] | None = None) -> None:
 
     from evaluation import caches, inference, presses
     from evaluation.texts import read_texts
-    from plots.caches import plot_nats, plot_parts, plot_shares
     from recall.tasks import Runner, run_cells
     from support import measurement
-    from support.stages import check_place, new_file, state_of_files, write_json
+    from support.stages import check_place, state_of_files, write_json
 
-    check_place(
-        Path(f"{options.out}.json"),
-        {"options": dict, "contestants": list},
-        [Path(f"{options.out}.png")],
-    )
+    out = Path(f"{options.out}.json")
+    check_place(out, {"options": dict, "contestants": list})
+    adapter = options.adapter if options.attribute else None
     model, tokenizer = inference.load_model(
-        options.model,
-        options.device,
-        options.adapter if options.attribute else None,
-        options.precision,
+        options.model, options.device, adapter, options.precision
     )
     contestants = caches.parts_of(model.config) if options.attribute else contestants_of(options)
     texts = read_texts(options) if options.source else None
-    read = [
-        path
-        for path in (options.model, options.adapter, options.text)
-        if path is not None and Path(path).exists()
-    ]
-    identity = {
-        **vars(options),
-        "out": None,
-        "dtype": str(model.dtype),
-        "files": [state_of_files(path) for path in read],
-    }
-    measure = caches.MEASURES[options.task]
-    runner = Runner(model, tokenizer, options, Path(f"{options.out}.cells.json"), identity)
+    read = [path for path in (options.model, options.adapter, options.text) if path is not None]
+    identity = {**vars(options), "out": None, "dtype": str(model.dtype)}
+    identity["files"] = [state_of_files(path) for path in read if Path(path).exists()]
+    cells, part_file = Path(f"{options.out}.cells.json"), Path(f"{options.out}.part.json")
+    runner = Runner(model, tokenizer, options, cells, identity)
+    own = {"adapter": options.adapter, "window": options.window, "segments": options.segments}
+    part = caches.with_part if options.attribute else functools.partial(caches.bounded, **own)
 
     def run(cell: dict) -> dict:
         score = presses.scorer(**cell) if cell["way"] in PRESSES else None
-        inner = Runner(
-            model, tokenizer, options, Path(f"{options.out}.part.json"), identity | cell, score
-        )
+        inner = Runner(model, tokenizer, options, part_file, identity | cell, score)
         if model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        own = {"adapter": options.adapter, "window": options.window, "segments": options.segments}
-        part = caches.with_part if options.attribute else functools.partial(caches.bounded, **own)
         with part(model, **cell):
-            found = measure(inner, texts)
-        inner.file.unlink(missing_ok=True)
-        return {
-            **found,
-            "seconds": round(time.perf_counter() - started, 1),
-            **measurement.peak_memory(),
-        }
+            found = caches.MEASURES[options.task](inner, texts)
+        part_file.unlink(missing_ok=True)
+        seconds = round(time.perf_counter() - started, 1)
+        return {**found, "seconds": seconds, **measurement.peak_memory()}
 
     measured = run_cells(runner, contestants, run)
     found = [each for each in measured if "not_possible" not in each]
     for each in (each for each in measured if "not_possible" in each):
         print(f"{caches.name_of(each)}: {each['not_possible']}", file=sys.stderr)
-    result = {
-        "contestants": measured,
-        "options": vars(options),
-        **measurement.peak_memory(),
-        **measurement.environment(),
-    }
     print(caches.nats_table(found) if options.task == "perplexity" else caches.shares_table(found))
-    subtitle = (
-        f"{Path(options.model).name}; "
-        f"{Path(options.source).name if options.source else 'invented text'}"
-    )
-    with new_file(Path(f"{options.out}.png")) as picture:  # both files are new, or none is
-        plot = plot_parts if options.attribute else plot_nats
-        (plot if options.task == "perplexity" else plot_shares)(found, picture, subtitle)
-        write_json(Path(f"{options.out}.json"), result)
-    runner.file.unlink(missing_ok=True)
-    print(f"{options.out}.json, {options.out}.png", file=sys.stderr)
+    result = {"contestants": measured, "options": vars(options)}
+    write_json(out, {**result, **measurement.peak_memory(), **measurement.environment()})
+    cells.unlink(missing_ok=True)
+    print(out, file=sys.stderr)
 
 
 def check_options(options: Options) -> None:
     """UserError for options that do not go together."""
+    defaults = Options(model="", out="")
     for name in ("ways", "caches", "window", "segments") if options.attribute else ():
-        if getattr(options, name) != getattr(Options(model="", out=""), name):
+        if getattr(options, name) != getattr(defaults, name):
             raise UserError(
                 f"--attribute compares the parts of the model as it is: leave out --{name}"
             )
@@ -257,13 +184,12 @@ def check_options(options: Options) -> None:
         values = getattr(options, name)
         if len(set(values)) < len(values):
             raise UserError(f"--{name} {' '.join(map(str, values))}: name each once")
-    if options.task == "perplexity":
-        if options.count_from >= options.length:
-            raise UserError(
-                f"--count_from {options.count_from} must be below --length {options.length}"
-            )
-        if options.source is None:
-            raise UserError("--task perplexity reads texts: give one of --data and --text")
+    if options.task == "perplexity" and options.count_from >= options.length:
+        raise UserError(
+            f"--count_from {options.count_from} must be below --length {options.length}"
+        )
+    if options.task == "perplexity" and options.source is None:
+        raise UserError("--task perplexity reads texts: give one of --data and --text")
     if options.data is not None and options.text is not None:
         raise UserError("give at most one of --data and --text")
     if options.task != "passkey" and (presses := [way for way in options.ways if way in PRESSES]):
@@ -273,12 +199,8 @@ def check_options(options: Options) -> None:
 def contestants_of(options: Options) -> list[dict]:
     """`way` and `cache` (tokens a head, `None` for plain) of each."""
     found = [{"way": "plain", "cache": None}] if "plain" in options.ways else []
-    return found + [
-        {"way": way, "cache": size}
-        for size in options.caches
-        for way in options.ways
-        if way != "plain"
-    ]
+    others = [way for way in options.ways if way != "plain"]
+    return found + [{"way": way, "cache": size} for size in options.caches for way in others]
 
 
 if __name__ == "__main__":

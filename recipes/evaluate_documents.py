@@ -10,6 +10,8 @@ every question goes on from a copy of what it holds then:
 plain       all tokens: its cache grows with the text;
 window      sinks, and a window of all other tokens, --tokens together;
 kept        sinks, a window and kept tokens, by the scores of --adapter or by --keep_score;
+recall      sinks, a window and the latest tokens, in whose places each question puts what it
+            recalls from an archive of all tokens;
 bm25        no cache: the passages that BM25 finds for the question, as many as make --tokens with
             it, are read again by the plain model;
 quantized   all tokens, in --bits bits (transformers' QuantizedCache; pip install optimum-quanto);
@@ -43,7 +45,7 @@ from cli.names import check_name
 from prepare_documents import MANIFEST
 
 PRESSES = ("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention")
-WAYS = ("plain", "window", "kept", "bm25", "quantized", *PRESSES)
+WAYS = ("plain", "window", "kept", "recall", "bm25", "quantized", *PRESSES)
 # What a result depends on; the other options choose which results there are
 IDENTITY = ("model", "adapter", "keep_score", "tokens", "window", "segments", "passage", "bits")
 IDENTITY += ("chat", "generate", "chunk", "precision")
@@ -68,7 +70,7 @@ class Options:
     )
     chat: bool = option(True, "Use the model's chat template, where it has one.")
     ways: list[str] = option(
-        ["plain", "window", "kept", "bm25"], "What is compared.", choices=[*WAYS], group="ways"
+        ["plain", "window", "kept", "recall", "bm25"], "What is compared.", choices=[*WAYS], group="ways"
     )
     against: str = option(
         "plain", "The way whose results are taken off the others'.", choices=[*WAYS]

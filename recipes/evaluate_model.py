@@ -34,50 +34,37 @@ Writes OUT.json, and the same as a table on standard output.
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cli import ADAPTER, SEED, UserError, exit_on_error, option, parse_options
+from cli import UserError, exit_on_error, option, parse_options
+from cli.evaluation_options import EvaluationOptions
 from cli.names import home_of
 
 
-@dataclass
-class Options:
-    model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
-    adapter: str | None = option(None, ADAPTER)
-    task: Literal["perplexity", "passkey", "facts"] = option(
-        "perplexity", "What to measure.", group="measurement"
-    )
+@dataclass(kw_only=True)
+class Options(EvaluationOptions):
     memory: Literal["on", "off"] = option(
         "on", "off: the same model with its memory switched off.", group="model"
     )
-    data: str | None = option(None, "Folder made by recipes/prepare.py. Or --text.", group="data")
-    split: Literal["validation", "test"] = option(
-        "validation", "--data: the held-out rows or documents to read."
-    )
-    text: str | None = option(
-        None,
-        "Text file (one document), or JSON, CSV, parquet (one per row, field text). Or --data.",
-    )
     length: int | None = option(
-        None, "Tokens per row; default: the rows of --data, or the model's context.", at_least=2
+        None,
+        "Tokens per row; default: the rows of --data, or the model's context.",
+        at_least=2,
+        group="data",
+    )
+    separate_documents: bool = option(
+        False, "Keep the documents of a row apart, as train.py's option of this name does."
+    )
+    max_tokens: int | None = option(
+        None, "Stop after the row that reaches this number of tokens.", at_least=1
     )
     lengths: list[int] = option(
         [1024, 2048, 4096, 8192],
         "passkey: lengths of the examples in tokens.",
         at_least=2,
         group="passkeys and facts",
-    )
-    depths: list[float] = option(
-        [5],
-        "passkey: shares of the text before the number, 0 to 1; one "
-        "number from 2 on: so many, evenly spaced.",
-        at_least=0,
-        at_most=1000,
-    )
-    language: Literal["pt", "en"] = option(
-        "pt", "passkey: language of the sentences about the number."
     )
     distances: list[int] = option(
         [0, 1, 2, 4, 8, 16, 32, 64], "facts: segments from a fact to its question.", at_least=0
@@ -86,16 +73,6 @@ class Options:
         None, "facts: tokens per segment; default: the model's own.", rare=True, at_least=1
     )
     samples: int = option(48, "passkey, facts: examples per cell.", at_least=1)
-    seed: int = option(0, "passkey, facts: seed of the examples.", **SEED, rare=True)
-    separate_documents: bool = option(
-        False,
-        "Keep the documents of a row apart, as train.py's option of this name does.",
-        group="data",
-    )
-    min_characters: int = option(0, "Leave out documents shorter than this.", at_least=0)
-    max_tokens: int | None = option(
-        None, "Stop after the row that reaches this number of tokens.", at_least=1
-    )
     chunk: int = option(
         1024,
         "Tokens per call of the model in rows longer than this: memory grows with it.",
@@ -103,26 +80,13 @@ class Options:
         group="machine",
         rare=True,
     )
-    batch_size: int = option(4, "Rows per call of the model.", at_least=1)
-    precision: Literal["float32", "bf16"] = option(
-        "float32",
-        "Of weights and calculations; bf16, "
-        "in which models are served, is "
-        "faster where it is native.",
-    )
-    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     out: str | None = option(
         None,
-        "File to write, without .json; default: evaluation in the "
-        "folder of the adapter or model (other tasks, and with the "
-        "memory off: the task's name), with _text (facts among lines "
-        "of text), _test and _memory_off appended.",
+        "File to write, without .json; default: evaluation in the folder of the adapter or model "
+        "(other tasks, and with the memory off: the task's name), with _text (facts among lines of "
+        "text), _test and _memory_off appended.",
         group="output",
     )
-
-    @property
-    def source(self) -> str | None:
-        return self.text or self.data
 
 
 # Options that only some tasks use
@@ -151,28 +115,19 @@ def main(argv: list[str] | None = None) -> None:
     )
     if options.memory == "off":
         inference.switch_memory_off(model)
-    home = home_of(options)
     # A name for each kind of result, so that none overwrites another
     plain = options.task == "perplexity" and options.memory == "on"
-    parts = [
-        "evaluation" if plain else options.task,
-        "text" if options.task == "facts" and options.source else None,
-    ]
-    parts += [
-        options.split if options.split == "test" else None,
-        "memory_off" if options.memory == "off" else None,
-    ]
-    name = options.out or str(home / "_".join(filter(None, parts)))
+    parts = ["evaluation" if plain else options.task]
+    parts += ["text"] if options.task == "facts" and options.source else []
+    parts += ["test"] if options.split == "test" else []
+    parts += ["memory_off"] if options.memory == "off" else []
+    home = home_of(options)
+    name = options.out or str(home / "_".join(parts))
     check_place(Path(f"{name}.json"), {"options": dict, "model": str, "memory": str})
-    found = {"perplexity": perplexity, "passkey": passkey, "facts": facts}[options.task](
-        options, model, tokenizer, name
-    )
+    task = {"perplexity": perplexity, "passkey": passkey, "facts": facts}[options.task]
     result = {
-        **found,
-        "model": options.model,
-        "adapter": options.adapter,
-        "memory": options.memory,
-        "source": options.source,
+        **task(options, model, tokenizer, name),
+        **{key: getattr(options, key) for key in ("model", "adapter", "memory", "source")},
         "split": options.split if manifest else None,
         "data_fingerprint": setup.data_fingerprint(manifest) if manifest else None,
         **measurement.peak_memory(),
@@ -232,16 +187,14 @@ def facts(options: Options, model, tokenizer, name: str) -> dict:
     from evaluation.texts import read_texts
     from recall.tasks import facts_table, run_facts
 
-    segment_length = options.segment_length or getattr(model.config, "segment_length", None)
-    if segment_length is None:
+    length = options.segment_length or getattr(model.config, "segment_length", None)
+    if length is None:
         raise UserError(
-            "--segment_length is needed: this model has no segments of its own to "
-            "count distances in"
+            "--segment_length is needed: this model has no segments of its own to count distances "
+            "in"
         )
     texts = read_texts(options) if options.source else None
-    found = run_facts(
-        runner(options, model, tokenizer, name), options.distances, segment_length, texts
-    )
+    found = run_facts(runner(options, model, tokenizer, name), options.distances, length, texts)
     print(facts_table(found["cells"]))
     return found
 
@@ -253,20 +206,16 @@ def runner(options: Options, model, tokenizer, name: str):
     from recall.tasks import Runner
     from support.stages import state_of_files
 
-    folders, patterns = (
-        filter(None, [options.model, options.adapter]),
-        ("config.json", "*.safetensors"),
-    )
+    folders = [Path(folder) for folder in (options.model, options.adapter) if folder]
     files = [
         file
         for folder in folders
-        for pattern in patterns
-        for file in sorted(Path(folder).glob(pattern))
+        for pattern in ("config.json", "*.safetensors")
+        for file in sorted(folder.glob(pattern))
     ]
     files += [source_file(options)] if options.source else []
-    identity = {key: value for key, value in vars(options).items() if key != "out"} | {
-        "dtype": str(model.dtype)
-    }
+    identity = {**vars(options), "dtype": str(model.dtype)}
+    del identity["out"]
     identity["files"] = [state_of_files(str(file)) for file in files]
     return Runner(model, tokenizer, options, Path(f"{name}.cells.json"), identity)
 
@@ -277,9 +226,10 @@ def check_options(options: Options) -> dict | None:
     from support.stages import read_manifest
 
     defaults = Options(model="")
+    given = {name for name in vars(options) if getattr(options, name) != getattr(defaults, name)}
     for names, tasks in TASKS.items():
-        for name in names if options.task not in tasks else ():
-            if getattr(options, name) != getattr(defaults, name):
+        for name in names:
+            if name in given and options.task not in tasks:
                 raise UserError(
                     f"--{name} does nothing with --task {options.task}: it belongs to "
                     f"{' and '.join(tasks)}"
@@ -291,32 +241,30 @@ def check_options(options: Options) -> dict | None:
     one, depths = len(options.depths) == 1, options.depths
     if not all(0 <= depth <= 1 or (one and depth >= 2 and depth % 1 == 0) for depth in depths):
         raise UserError(
-            f"--depths {' '.join(map(str, depths))}: give shares from 0 to 1, or one "
-            "number of depths from 2 on"
+            f"--depths {' '.join(map(str, depths))}: give shares from 0 to 1, or one number of "
+            "depths from 2 on"
         )
     if options.source is None and options.task != "perplexity":
         for name in ("split", "min_characters"):
-            if getattr(options, name) != getattr(defaults, name):
+            if name in given:
                 raise UserError(
-                    f"--{name} chooses among the texts of --data or --text: give one "
-                    "of them, or leave it out"
+                    f"--{name} chooses among the texts of --data or --text: give one of them, or "
+                    "leave it out"
                 )
         return None
     if (options.data is None) == (options.text is None):
+        how = "exactly" if options.task == "perplexity" else "at most"
+        raise UserError(f"give {how} one of --data and --text")
+    if options.text is None:
+        return read_manifest(Path(options.data), options.split)
+    if options.split != "validation":
         raise UserError(
-            f"give {'exactly' if options.task == 'perplexity' else 'at most'} one of "
-            "--data and --text"
+            f"--split {options.split} chooses among the rows of --data, and --text has none: leave "
+            "it out"
         )
-    if options.text is not None:
-        if options.split != "validation":
-            raise UserError(
-                f"--split {options.split} chooses among the rows of --data, and "
-                "--text has none: leave it out"
-            )
-        if not Path(options.text).is_file():
-            raise UserError(f"--text: there is no file {options.text}")
-        return None
-    return read_manifest(Path(options.data), options.split)
+    if not Path(options.text).is_file():
+        raise UserError(f"--text: there is no file {options.text}")
+    return None
 
 
 if __name__ == "__main__":

@@ -25,38 +25,25 @@ line.
 
 import contextlib
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from cli import SEED, UserError, exit_on_error, option, parse_options
+from cli import SEED, UserError, exit_on_error, needed, option, parse_options
 from cli.names import check_name
 
 
 @dataclass
 class Options:
-    model: str = field(
-        metadata={"help": "Plain model: a folder or a name on the Hub.", "group": "model"}
+    model: str = needed("Plain model: a folder or a name on the Hub.", group="model")
+    adapter: str = needed(
+        "Adapter with the scores of the kept tokens, without a LoRA: a folder or a name on the Hub."
     )
-    adapter: str = field(
-        metadata={
-            "help": "Adapter with the scores of the kept tokens, without a "
-            "LoRA: a folder or a name on the Hub."
-        }
+    data: list[str] = needed(
+        "Folders made by recipes/prepare.py with the model's tokenizer, with "
+        "rows of one length, longer than the cache.",
+        group="data",
     )
-    data: list[str] = field(
-        metadata={
-            "help": "Folders made by recipes/prepare.py with the "
-            "model's tokenizer, with rows of one length, longer "
-            "than the cache.",
-            "group": "data",
-        }
-    )
-    out: str = field(
-        metadata={
-            "help": "Folder to write, and the name of a file without .json.",
-            "group": "output",
-        }
-    )
+    out: str = needed("Folder to write, and the name of a file without .json.", group="output")
     four_bits: bool = option(
         False, "Weights of 4 bits (NF4 of bitsandbytes), read as bfloat16.", group="model"
     )
@@ -103,14 +90,11 @@ def main(argv: list[str] | None = None) -> None:
     from training import run_folder, setup
 
     stages.check_place(Path(f"{options.out}.json"), {"options": dict, "contestants": dict})
-    identity = {
-        name: value
-        for name, value in vars(options).items()
-        if name not in ("out", "rows", "report_to")
-    }
-    identity["data"] = [
-        setup.data_fingerprint(stages.read_manifest(folder)) for folder in options.data
-    ]
+    identity = dict(vars(options))
+    for name in ("out", "rows", "report_to"):
+        del identity[name]
+    manifests = [stages.read_manifest(folder) for folder in options.data]
+    identity["data"] = [setup.data_fingerprint(manifest) for manifest in manifests]
     run_folder.check_same_run(Path(options.out), identity)
     rows = concatenate_datasets([*prepared.open_folders("--data", options.data, "train").values()])
     length, held_out = len(rows[0]["input_ids"]), {}
@@ -120,9 +104,8 @@ def main(argv: list[str] | None = None) -> None:
     quantization = {}
     if options.four_bits:
         how = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
-        quantization = {
-            "quantization_config": transformers.BitsAndBytesConfig(load_in_4bit=True, **how)
-        }
+        config = transformers.BitsAndBytesConfig(load_in_4bit=True, **how)
+        quantization = {"quantization_config": config}
     inference.keep_freed_memory()
     model = inference.read_model("--model", options.model, dtype=torch.bfloat16, **quantization)
     try:
@@ -157,17 +140,10 @@ def main(argv: list[str] | None = None) -> None:
     for folder, contestants in found.items():
         above = caches.summarize_nats([contestants[3], contestants[1]])[1]["above"]
         print(f"{folder}\n\n{caches.nats_table(contestants)}\n")
-        print(
-            f"after, kept tokens against the window: {above.value:+.3f} ({above.low:+.3f} to "
-            f"{above.high:+.3f})\n"
-        )
-    result = {
-        "contestants": found,
-        "options": vars(options),
-        **measurement.peak_memory(),
-        **measurement.environment(),
-    }
-    stages.write_json(Path(f"{options.out}.json"), result)
+        spread = f"{above.value:+.3f} ({above.low:+.3f} to {above.high:+.3f})"
+        print(f"after, kept tokens against the window: {spread}\n")
+    result = {"contestants": found, "options": vars(options), **measurement.peak_memory()}
+    stages.write_json(Path(f"{options.out}.json"), {**result, **measurement.environment()})
 
 
 def train(options: Options, identity: dict, model, tokenizer, rows):
@@ -178,9 +154,10 @@ def train(options: Options, identity: dict, model, tokenizer, rows):
     from trl import SFTConfig, SFTTrainer
 
     import hf_infini
-    from hf_infini.tools.training import gate_values, parameter_groups
+    from hf_infini.tools.training import parameter_groups
     from training import run_folder
     from training.teacher import divergence_beyond
+    from training.trainer import gates_by_head
 
     class Trainer(SFTTrainer):
         def compute_loss(self, model, inputs, **more):
@@ -190,16 +167,11 @@ def train(options: Options, identity: dict, model, tokenizer, rows):
             return divergence_beyond(model, self.model, inputs["input_ids"], inputs["labels"])
 
         def log(self, logs, start_time=None):
-            for layer, heads in gate_values(self.model).items() if self.args.report_to else ():
-                logs |= {
-                    f"gates/layer_{layer}_head_{head}": value for head, value in enumerate(heads)
-                }
-            super().log(logs, start_time)
+            super().log(logs | gates_by_head(self) if self.args.report_to else logs, start_time)
 
     set_seed(options.seed)
-    model = get_peft_model(
-        model, hf_infini.lora_config(model, r=options.rank, lora_alpha=2 * options.rank)
-    )
+    lora = hf_infini.lora_config(model, r=options.rank, lora_alpha=2 * options.rank)
+    model = get_peft_model(model, lora)
     arguments = SFTConfig(
         options.out,
         max_length=None,

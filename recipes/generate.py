@@ -17,25 +17,22 @@ What was read of a long text once is asked by the command `hf-infini` (ask, read
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cli import ADAPTER, SEED, UserError, exit_on_error, option, parse_options
+from cli import ADAPTER, SEED, UserError, exit_on_error, needed, option, parse_options
 
 SHOWN = 300  # characters of a prompt
-# the defaults: any token, by its probability
-SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # any token, by its probability
 
 
 @dataclass
 class Options:
-    model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
+    model: str = needed("Model folder or name on the Hub.", group="model")
     adapter: str | None = option(None, ADAPTER)
     prompt: list[str] | None = option(
-        None,
-        "One or more prompts; without --prompt_file too, standard input is read.",
-        group="prompt",
+        None, "Prompts; without --prompt_file too, standard input is read.", group="prompt"
     )
     prompt_file: str | None = option(None, "UTF-8 file with the prompt.")
     max_new_tokens: int = option(
@@ -44,9 +41,7 @@ class Options:
         greater_than=0,
         group="continuation",
     )
-    do_sample: bool = option(
-        False, "Draw each token by its probability; default: take the likeliest."
-    )
+    do_sample: bool = option(False, "Draw each token by its probability, or take the likeliest.")
     temperature: float | None = option(
         None, "Sampling: below 1 likelier tokens, above 1 rarer ones; default: 1.", greater_than=0
     )
@@ -54,10 +49,7 @@ class Options:
         None, "Sampling: among this number of the likeliest tokens; default: all.", greater_than=0
     )
     top_p: float | None = option(
-        None,
-        "Sampling: among the likeliest that have this probability together; default: 1.",
-        greater_than=0,
-        at_most=1,
+        None, "Sampling: among the likeliest of this total; default: 1.", greater_than=0, at_most=1
     )
     repetition_penalty: float = option(
         1.0, "Above 1, tokens already in prompt or continuation become less likely.", greater_than=0
@@ -70,9 +62,7 @@ class Options:
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and cache.")
     json: bool = option(
-        False,
-        "Print objects with prompt, text and the number of new tokens, one per line.",
-        group="output",
+        False, "Print objects with prompt, text and the number of new tokens.", group="output"
     )
 
 
@@ -86,67 +76,41 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"--{name} has no effect on greedy search: add --do_sample true")
     prompts = read_prompts(options)
 
-    import torch
     from transformers import TextStreamer, logging, set_seed
 
-    from corpora.tokenization import encode_texts
     from evaluation import inference
     from hf_infini.options import context_limit
 
-    model, tokenizer = inference.load_model(options.model, options.device, options.adapter)
-    model = model.to(getattr(torch, options.dtype))
-    tokenizer.padding_side = "left"
-    # any will do, as padding is never looked at
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    if tokenizer.pad_token is None:
-        raise UserError(
-            f"--model {options.model}: its tokenizer has no end-of-text token "
-            "(eos_token): give it one"
-        )
+    model, tokenizer = inference.load_model(
+        options.model, options.device, options.adapter, options.dtype
+    )
     if context_limit(model.config) is None:
         # transformers warns of lengths beyond n_positions, which limits nothing here
         logging.set_verbosity_error()
     set_seed(options.seed)
-    # whatever the model's generation config says
-    arguments = {"use_cache": True, "num_beams": 1, "num_return_sequences": 1}
-    arguments["prefill_chunk_size"] = options.chunk
-    arguments |= {
+    arguments = {
         name: getattr(options, name)
         for name in ("max_new_tokens", "do_sample", "repetition_penalty")
     }
-    if options.do_sample:
+    if options.do_sample:  # whatever the model's generation config says
         given = {name: getattr(options, name) for name in SAMPLING}
         arguments |= SAMPLING | {name: value for name, value in given.items() if value is not None}
     streaming = len(prompts) == 1 and not options.json
     if streaming:
+        show_prompt(prompts[0])
         arguments["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
-    encoded = [ids.tolist() for ids in encode_texts(tokenizer, prompts, split_special_tokens=False)]
+    arguments["prefill_chunk_size"] = options.chunk
     for start in range(0, len(prompts), options.batch_size):
-        batch, tokens = (given[start : start + options.batch_size] for given in (prompts, encoded))
-        # A model continues at least one token: an empty prompt is the beginning of a text, after
-        # the end of another
-        tokens = [ids or [tokenizer.eos_token_id] for ids in tokens]
-        inputs = tokenizer.pad({"input_ids": tokens}, return_tensors="pt").to(model.device)
-        inference.check_length(model.config, inputs["input_ids"].shape[1] + options.max_new_tokens)
-        if streaming:
-            show_prompt(prompts[0])
-        output = model.generate(**inputs, **arguments, pad_token_id=tokenizer.pad_token_id)
-        if streaming:
-            continue
-        for prompt, ids in zip(batch, output[:, inputs["input_ids"].shape[1] :], strict=True):
-            text = tokenizer.decode(ids, skip_special_tokens=True)
+        batch = prompts[start : start + options.batch_size]
+        found = inference.continue_texts(model, tokenizer, batch, **arguments)
+        for prompt, (text, count) in zip(batch, found, strict=True) if not streaming else ():
             if options.json:
-                count = int((ids != tokenizer.pad_token_id).sum())
-                print(
-                    json.dumps(
-                        {"prompt": prompt, "text": text, "new_tokens": count}, ensure_ascii=False
-                    ),
-                    flush=True,
+                text = json.dumps(
+                    {"prompt": prompt, "text": text, "new_tokens": count}, ensure_ascii=False
                 )
             else:
                 show_prompt(prompt)
-                print(text, flush=True)
+            print(text, flush=True)
 
 
 def read_prompts(options: Options) -> list[str]:
@@ -154,19 +118,12 @@ def read_prompts(options: Options) -> list[str]:
     of its prompt."""
     if options.prompt is not None:
         return options.prompt
+    file = options.prompt_file
     try:
-        source = (
-            sys.stdin.buffer.read()
-            if options.prompt_file is None
-            else Path(options.prompt_file).read_bytes()
-        )
-        text = source.decode("utf-8")
+        read = sys.stdin.buffer.read if file is None else Path(file).read_bytes
+        text = read().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        place = (
-            "standard input"
-            if options.prompt_file is None
-            else (f"--prompt_file {options.prompt_file}")
-        )
+        place = "standard input" if file is None else f"--prompt_file {file}"
         raise UserError(f"cannot read {place}: {error}") from error
     return [text.removesuffix("\n")]
 

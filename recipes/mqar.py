@@ -20,10 +20,10 @@ OUT/table.md compares the finished ones.
 """
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from cli import SEED, UserError, exit_on_error, option, parse_options, parse_yaml
+from cli import SEED, UserError, exit_on_error, needed, option, parse_options, parse_yaml
 from cli.model_options import MEMORY, UPDATE_RULES, given_options
 
 # As associative_recall.model has them, whose import takes seconds; what tells most comes first
@@ -34,39 +34,31 @@ WIDTHS = ("head_dim", "value_dim")
 SHORT = {"d_model": "d", "heads": "h", "head_dim": "k", "value_dim": "v"}  # in the names of runs
 SHORT |= {"segment_length": "s", "window": "w", "precision": ""}
 STATE_TOKENS = 1024  # after which the state is counted
+WIDE, LONG = {"at_least": 1, "at_most": 2**16}, {"at_least": 1, "at_most": 2**20}
+TESTS = "64x4x1000 64x8x1000 64x16x1000 128x32x1000 256x64x1000 512x128x1000 1024x256x1000"
+TRAIN = "64x4x100000 128x8x20000 256x16x20000 256x32x20000 256x64x20000"
 
 
 @dataclass
 class MQAROptions:
-    out: str = field(
-        metadata={
-            "help": "Folder of all runs; those that are there go on, or are finished.",
-            "group": "output",
-        }
+    out: str = needed(
+        "Folder of all runs; those that are there go on, or are finished.", group="output"
     )
     mixers: list[str] = option(
         MIXERS, "What is compared, in this order.", choices=MIXERS, group="model"
     )
-    d_model: int = option(64, "Width.", at_least=1, at_most=2**16)
-    heads: int = option(2, "Heads of the mixer; must divide the width.", at_least=1, at_most=2**16)
+    d_model: int = option(64, "Width.", **WIDE)
+    heads: int = option(2, "Heads of the mixer; must divide the width.", **WIDE)
     head_dim: int | None = option(
-        None,
-        "Width of a head's queries and keys; default: --d_model / --heads.",
-        at_least=1,
-        at_most=2**16,
+        None, "Of a head's queries and keys; default: --d_model / --heads.", **WIDE
     )
-    value_dim: int | None = option(
-        None, "Width of a head's values; default: as wide as keys.", at_least=1, at_most=2**16
-    )
-    segment_length: int = option(
-        16, "Tokens of a segment, for the memories.", at_least=1, at_most=2**20
-    )
+    value_dim: int | None = option(None, "Of a head's values; default: as wide as keys.", **WIDE)
+    segment_length: int = option(16, "Tokens of a segment, for the memories.", **LONG)
     window: int = option(
         32,
-        "window: tokens that a token sees, itself included. 32 keep about as "
-        "many bytes as segments of 16 and a memory, 64 wide with 2 heads.",
-        at_least=1,
-        at_most=2**20,
+        "window: tokens that a token sees, itself included. 32 keep about as many bytes as "
+        "segments of 16 and a memory, 64 wide with 2 heads.",
+        **LONG,
     )
     memory: list[str] = option(
         [], "More options of the memories, NAME=VALUE: gate_init=-2 feature_map=exp."
@@ -77,16 +69,15 @@ class MQAROptions:
         greater_than=0,
         group="training",
     )
-    epochs: int = option(32, "Passes over the training rows, at most.", at_least=1, at_most=2**20)
+    epochs: int = option(32, "Passes over the training rows, at most.", **LONG)
     stop_above: float = option(
         0.99, "Mean accuracy of the tests above which a training ends.", at_least=0, at_most=1
     )
-    batch_size: int = option(256, "Rows of a step.", at_least=1, at_most=2**20)
+    batch_size: int = option(256, "Rows of a step.", **LONG)
     precision: str = option(
         "float32",
-        "Of the products with the output weights, half of the "
-        "work; bf16 is faster where it is native. The rest and the "
-        "tests are float32.",
+        "Of the products with the output weights, half of the work; bf16 is faster where it is "
+        "native. The rest and the tests are float32.",
         choices=["float32", "bf16"],
     )
     seed: int = option(123, "Seed of rows, weights and dropout; zoology's is 123.", **SEED)
@@ -98,21 +89,9 @@ class MQAROptions:
         group="data",
     )
     train: list[str] = option(
-        ["64x4x100000", "128x8x20000", "256x16x20000", "256x32x20000", "256x64x20000"],
-        "Training rows: LENGTHxPAIRSxROWS, tokens of a row, pairs in it, rows.",
+        TRAIN.split(), "Training rows: LENGTHxPAIRSxROWS, tokens of a row, pairs in it, rows."
     )
-    test: list[str] = option(
-        [
-            "64x4x1000",
-            "64x8x1000",
-            "64x16x1000",
-            "128x32x1000",
-            "256x64x1000",
-            "512x128x1000",
-            "1024x256x1000",
-        ],
-        "Test rows, likewise.",
-    )
+    test: list[str] = option(TESTS.split(), "Test rows, likewise.")
     threads: int | None = option(
         None,
         "Threads of the CPU; default: as many as cores.",
@@ -143,10 +122,8 @@ def main(argv: list[str] | None = None) -> None:
         read_parts(getattr(options, name), name, options.vocabulary) for name in ("train", "test")
     ]
     sizes = options.d_model, options.heads, options.window, memory
-    configs = {
-        mixer: mixer_config(mixer, *sizes, **given_options(options, WIDTHS))
-        for mixer in options.mixers
-    }
+    widths = given_options(options, WIDTHS)
+    configs = {mixer: mixer_config(mixer, *sizes, **widths) for mixer in options.mixers}
     claim_folder(Path(options.out), "mqar.py")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -209,13 +186,11 @@ def run(
     from training.run_folder import OPTIONS, RESULT, check_same_run, say
 
     shape = {"d_model": options.d_model, "heads": options.heads, **given_options(options, WIDTHS)}
-    shape |= (
-        memory if config.has_memory else {"window": options.window} if mixer == "window" else {}
-    )
+    own = {"window": options.window} if mixer == "window" else {}
+    shape |= memory if config.has_memory else own
     shape["precision"] = options.precision
-    model_name = "-".join(
-        [mixer, *(f"{SHORT.get(name, f'{name}=')}{value}" for name, value in shape.items())]
-    )
+    words = (f"{SHORT.get(name, f'{name}=')}{value}" for name, value in shape.items())
+    model_name = "-".join([mixer, *words])
     folder, setting = Path(options.out) / f"{model_name}-lr{rate:g}", setting_of(options)
     identity = {**setting, "mixer": mixer, **shape, "learning_rate": rate}
     check_same_run(folder, identity)
@@ -227,19 +202,16 @@ def run(
         torch.manual_seed(options.seed)
         model = Recaller(config, options.vocabulary).to(device)
         history = train(model, *rows(), options, rate, folder / "state.pt")
-        last = history[-1]
+        last = dict(history[-1])
         result = {
             "model": model_name,
             "mixer": mixer,
             "setting": setting,
             "options": identity,
             "learning_rate": rate,
-            **{
-                name: last[name]
-                for name in ("accuracy", "low", "high", "rows", "tests", "tokens", "seconds")
-            },
-            "epochs": last["epoch"],
-            "diverged": last["loss"] is None,
+            "epochs": last.pop("epoch"),
+            "diverged": last.pop("loss") is None,
+            **last,
             "tokens_per_second": round(last["tokens"] / last["seconds"], 1),
             "state_bytes": model.state_bytes(STATE_TOKENS),
             "state_tokens": STATE_TOKENS,

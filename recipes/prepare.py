@@ -25,10 +25,10 @@ import shlex
 import shutil
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from cli import UserError, exit_on_error, option, parse_options
+from cli import UserError, exit_on_error, needed, option, parse_options
 from cli.corpus_options import CorpusOptions
 
 
@@ -56,7 +56,7 @@ class TokenizerOptions:
 
 @dataclass
 class BlockOptions:
-    out: str = field(metadata={"help": "The folder to write.", "group": "output"})
+    out: str = needed("The folder to write.", group="output")
     context: int = option(
         1024, "Tokens per block.", at_least=1, at_most=2**31 - 1, group="blocks and splits"
     )
@@ -68,9 +68,8 @@ class BlockOptions:
     )
     split_by: str = option(
         "document",
-        "document: no document is in two splits; block: all "
-        "documents are concatenated, and the blocks are shuffled "
-        "and split.",
+        "document: no document is in two splits; block: all documents are concatenated, and the "
+        "blocks are shuffled and split.",
         choices=["document", "block"],
     )
     max_tokens: int | None = option(

@@ -36,27 +36,23 @@ import functools
 import shlex
 import shutil
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from cli import SEED, UserError, exit_on_error, option, parse_options
+from cli import SEED, UserError, exit_on_error, needed, option, parse_options
 
 
 @dataclass
 class Options:
-    data: str = field(
-        metadata={"help": "Folder made by recipes/prepare.py, split by document.", "group": "data"}
-    )
-    out: str = field(metadata={"help": "The folder to write.", "group": "output"})
+    data: str = needed("Folder made by recipes/prepare.py, split by document.", group="data")
+    out: str = needed("The folder to write.", group="output")
     context: int = option(1024, "Tokens per row.", at_least=2, at_most=2**31 - 1, group="rows")
     rows: int = option(20_000, "Training rows.", at_least=1)
     validation_rows: int = option(200, "Validation rows.", at_least=1)
     mix: list[str] = option(
         ["passkey=0.3", "facts=0.4", "text=0.3"],
-        "Shares of the rows by kind "
-        "(passkey, facts, codes, "
-        "echo, forms, paragraphs, "
-        "text), 1 together.",
+        "Shares of the rows by kind (passkey, facts, codes, echo, forms, paragraphs, text), 1 "
+        "together.",
     )
     questions: int = option(4, "passkey: how often a row asks for its number.", at_least=1)
     language: str = option(

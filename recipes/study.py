@@ -1,4 +1,4 @@
-r"""Trains what a YAML file describes, variants × swept values × seeds, measures all of it, and
+r"""Trains what a YAML file describes, variants × seeds, measures all of it, and
 writes one report.
 
     python recipes/study.py \
@@ -7,36 +7,36 @@ writes one report.
     python recipes/study.py --study … --data data/carolina --variants s1 best --seeds 0 1 2 \
         --out runs/seeds
     python recipes/study.py --train recipes/configs/carolina_infini.yaml \
-        --set train.max_tokens=1000000 --grid segment_length=32,64,128,256 \
-        --data data/carolina --out runs/lengths
+        --set train.max_tokens=1000000 variants.short.segment_length=32 \
+        variants.long.segment_length=128 --data data/carolina --out runs/lengths
     python recipes/study.py --runs runs/self runs/infini --data data/quickstart \
         --out runs/comparison
 
 Sections of a study: `train` (options of train.py that all share), `variants` (name: options of its
-own, and in `data` those of its own data), `grid` (option: values), `seeds`, `data` (options of
-prepare.py) and `evaluate` (name: options of evaluate_model.py). Of several --study files, later
-ones go above earlier ones, --set above them, --grid and --seeds above all; a grid's values go above
-a variant's options, and these above `train`. The others are compared with the first variant, on the
-validation rows, paired; variants on other data per character. --runs takes finished runs instead.
+own, above these, and in `data` those of its own data), `seeds`, `data` (options of prepare.py) and
+`evaluate` (name: options of evaluate_model.py). Of several --study files, later ones go above
+earlier ones, --set above them, --seeds above all. The others are compared with the first variant,
+on the validation rows, paired; variants on other data per character. --runs takes finished runs
+instead.
 
 Everything is a process of prepare.py, train.py or evaluate_model.py, its output in OUT/logs.
 Stopped or killed at any point and started again with the same command, a study goes on from there;
-variants, values and seeds can be added later. What cannot be made is listed with the reason, what
+variants and seeds can be added later. What cannot be made is listed with the reason, what
 fails stops no other run. Writes OUT/report.md, report.json and loss.png; each run is in OUT/NAME.
 """
 
 import os
 import shlex
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from cli import SEED, UserError, exit_on_error, option, parse_options
+from cli import SEED, UserError, exit_on_error, needed, option, parse_options
 
 
 @dataclass
 class Options:
-    out: str = field(metadata={"help": "Folder of the study.", "group": "output"})
+    out: str = needed("Folder of the study.", group="output")
     study: list[str] | None = option(None, "YAML files with the sections above.", group="study")
     train: str | None = option(None, "YAML file of train.py's options, below the study's own.")
     set: list[str] | None = option(
@@ -44,9 +44,6 @@ class Options:
     )
     variants: list[str] | None = option(
         None, "Those to train, the one to compare with first; default: all, in their order."
-    )
-    grid: list[str] | None = option(
-        None, "OPTION=VALUE,VALUE entries: every combination, of every variant."
     )
     seeds: list[int] | None = option(
         None, "Seeds to train everything with; default: the study's, or train.py's.", **SEED
@@ -85,20 +82,18 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check_options(options: Options) -> None:
-    given = [
-        name
-        for name in ("study", "train", "set", "variants", "grid", "seeds", "source")
-        if getattr(options, name)
-    ]
-    if options.runs and (given or options.jobs > 1 or options.dry_run):
-        what = [*given, *["jobs"] * (options.jobs > 1), "dry_run"][0]
-        raise UserError(
-            f"--runs compares finished runs, --{what} is for runs to be trained: give one of them"
-        )
+    names = ("study", "train", "set", "variants", "seeds", "source")
+    given = [name for name in names if getattr(options, name)]
     if not options.runs and not given:
         raise UserError(
-            "give what is to be trained with --study, --train or --grid, or finished "
-            "runs with --runs"
+            "give what is to be trained with --study, --train or --set, or finished runs with "
+            "--runs"
+        )
+    given += ["jobs"] * (options.jobs > 1) + ["dry_run"] * options.dry_run
+    if options.runs and given:
+        raise UserError(
+            f"--runs compares finished runs, --{given[0]} is for runs to be trained: give one of "
+            "them"
         )
     if (options.data is None) == (options.source is None):
         raise UserError("give --data with --runs, otherwise exactly one of --source and --data")
@@ -110,8 +105,7 @@ def plan(options: Options) -> tuple[dict, list, dict[str, Path]]:
     """The study, its runs, and the folders of their data by name."""
     from studies import plan as planning
 
-    flags = {"grid": planning.parse_grid(options.grid)} if options.grid else {}
-    flags |= {"seeds": options.seeds} if options.seeds else {}
+    flags = {"seeds": options.seeds} if options.seeds else {}
     study = planning.read_study(options.study or (), options.train, options.set or (), **flags)
     if options.runs:
         runs = planning.existing_runs(options.runs)
@@ -121,19 +115,12 @@ def plan(options: Options) -> tuple[dict, list, dict[str, Path]]:
         study = planning.choose_variants(study, options.variants)
     runs = planning.runs_of(study, Path(options.out))
     if options.source:
-        return (
-            study,
-            runs,
-            {
-                name: Path(options.out) / "data" / name
-                for name in planning.data_settings(study, runs)
-            },
-        )
-    own = [run.data for run in runs if run.data != planning.BASE]
-    if own:
+        names = planning.data_settings(study, runs)
+        return study, runs, {name: Path(options.out) / "data" / name for name in names}
+    if own := [run.data for run in runs if run.data != planning.BASE]:
         raise UserError(
-            f"{own[0]} has data of its own: give --source instead of --data, or leave "
-            "it out of --variants"
+            f"{own[0]} has data of its own: give --source instead of --data, or leave it out of "
+            "--variants"
         )
     return study, runs, {planning.BASE: Path(options.data)}
 
@@ -150,14 +137,9 @@ def run_study(options: Options, study: dict, tasks, out: Path) -> None:
     finished = tasks.train()
     problems = tasks.evaluate(finished)
     runs = measure.measure_runs(finished, tasks.data, out, list(study["evaluate"]), options.threads)
-    content = {
-        "study": study,
-        "variants": report.collect(runs),
-        "runs": tasks.outcomes,
-        "problems": problems,
-        "commands": [shlex.join([Path(sys.executable).name, *sys.argv]), *tasks.commands],
-        **measurement.environment(),
-    }
+    content = {"study": study, "variants": report.collect(runs), "runs": tasks.outcomes}
+    content |= {"problems": problems, **measurement.environment()}
+    content["commands"] = [shlex.join([Path(sys.executable).name, *sys.argv]), *tasks.commands]
     # tokens of other data are others
     plot_losses([run for run in runs if run.data == runs[0].data], out / "loss.png")
     write_json(out / "report.json", content)
@@ -166,10 +148,10 @@ def run_study(options: Options, study: dict, tasks, out: Path) -> None:
     print(f"\n{out / 'report.md'}, {out / 'report.json'}")
     failed = [run for run in tasks.outcomes if run["status"] == FAILED]
     if failed:
-        lines = [f"  {run['name']}: {run['reason']} ({tasks.log(run['name'])})" for run in failed]
+        lines = [f"\n  {run['name']}: {run['reason']} ({tasks.log(run['name'])})" for run in failed]
         raise UserError(
-            f"{len(failed)} of {len(tasks.outcomes)} runs failed, the same command tries again:\n"
-            + "\n".join(lines)
+            f"{len(failed)} of {len(tasks.outcomes)} runs failed, the same command tries again:"
+            + "".join(lines)
         )
 
 

@@ -17,75 +17,51 @@ metrics.jsonl, loss_curve.png and result.json, with the gates of the memory, whe
 than the window, so that some token reads one.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from cli import SEED, exit_on_error, option, parse_options
+from cli import SEED, exit_on_error, needed, option, parse_options
 from cli.model_options import ModelOptions, attention_of, build_config, build_model
 
 
 @dataclass
 class RunOptions:
-    data: str = field(
-        metadata={
-            "help": "Folder made by recipes/prepare.py; its rows set the context.",
-            "group": "data",
-        }
-    )
-    out: str = field(
-        metadata={
-            "help": "Folder for the checkpoints and results; continued when it holds this run.",
-            "group": "output",
-        }
+    data: str = needed("Folder made by recipes/prepare.py; its rows set the context.", group="data")
+    out: str = needed(
+        "Folder for the checkpoints and results; continued when it holds this run.", group="output"
     )
     epochs: float | None = option(
-        None,
-        "Passes over the training rows; default: 1 if no other end is set.",
-        greater_than=0,
-        group="length of training",
+        None, "Passes over the rows; default: 1.", greater_than=0, group="length of training"
     )
     max_tokens: int | None = option(
-        None,
-        "Tokens to train on; rows repeat if need be. The first end reached counts.",
-        greater_than=0,
+        None, "Tokens to train on; rows repeat. The first end reached counts.", greater_than=0
     )
     max_steps: int | None = option(
         None, "Optimiser steps. The first end reached counts.", greater_than=0
     )
     separate_documents: bool = option(
         False,
-        "Keep the documents of a row apart: positions begin "
-        "again after each end-of-text token, which neither "
-        "attention nor memory crosses.",
+        "Keep the documents of a row apart: positions begin again after each end-of-text token, "
+        "which neither attention nor memory crosses.",
         group="data",
     )
     dilute_with: str | None = option(
         None,
-        "infini, linear rule: a folder of plain text made by "
-        "recipes/prepare.py with the same tokenizer. Each "
-        "training row begins with the memory of one of its "
-        "rows, up to --dilute_up_to times as heavy, so that "
-        "short rows train what long texts need.",
+        "infini, linear rule: a folder of plain text made by recipes/prepare.py with the same "
+        "tokenizer. Each training row begins with the memory of one of its rows, up to "
+        "--dilute_up_to times as heavy, so that short rows train what long texts need.",
     )
     dilute_up_to: float = option(
-        32.0,
-        "--dilute_with: the largest factor; each row's is drawn log-uniformly from 1 to it.",
-        at_least=1,
-        rare=True,
+        32.0, "--dilute_with: the largest factor; they are log-uniform.", at_least=1, rare=True
     )
     dilute_share: float = option(
-        1.0,
-        "--dilute_with: share of the steps whose rows begin so; in the others they begin a text.",
-        at_least=0,
-        at_most=1,
-        rare=True,
+        1.0, "--dilute_with: share of the steps with it.", at_least=0, at_most=1, rare=True
     )
     context_parallel_size: int | None = option(
         None,
-        "infini: processes that share each row, each "
-        "computing the tokens of a part: for rows "
-        "too long for one device; default: 1.",
+        "infini: processes that share each row, each computing the tokens of a part: for rows too "
+        "long for one device; default: 1.",
         greater_than=0,
         rare=True,
         group="machine",
@@ -96,9 +72,8 @@ class RunOptions:
     )
     report_to: list[str] = option(
         ["none"],
-        "Trackers that receive losses, learning rate and "
-        "gates: none, or any of tensorboard (files in "
-        "OUT/runs), trackio, wandb, mlflow, …",
+        "Trackers that receive losses, learning rate and gates: none, or any of tensorboard (files "
+        "in OUT/runs), trackio, wandb, mlflow, …",
         group="output",
     )
 
@@ -113,18 +88,13 @@ class OptimizerOptions:
         1e-3, "Peak learning rate (AdamW, betas 0.9 and 0.95).", greater_than=0
     )
     gate_learning_rate: float | None = option(
-        None,
-        "infini: peak learning rate of the gates, which have no weight decay; default: 0.01.",
-        at_least=0,
-        rare=True,
+        None, "infini: that of the gates, without decay; default: 0.01.", at_least=0, rare=True
     )
     schedule: Literal["cosine", "linear", "constant_with_warmup"] = option(
         "cosine", "Learning rates after warm-up."
     )
     warmup: float = option(
-        0.05,
-        "Linear warm-up: a share of the steps below 1, a number of steps from 1 on.",
-        at_least=0,
+        0.05, "Linear warm-up: below 1 a share of the steps, from 1 on their number.", at_least=0
     )
     weight_decay: float = option(0.1, "Weight decay of the matrices.", at_least=0, rare=True)
     max_grad_norm: float = option(
@@ -139,10 +109,7 @@ class OptimizerOptions:
     torch_compile: bool = option(False, "Compile the model with torch.compile.", rare=True)
     eval_steps: int = option(100, "Steps between evaluations.", greater_than=0, group="evaluation")
     eval_rows: int | None = option(
-        None,
-        "Validation rows of these; default: all. The last evaluation takes all.",
-        greater_than=0,
-        rare=True,
+        None, "Rows of all but the last evaluation; default: all.", greater_than=0, rare=True
     )
     save_steps: int = option(
         100, "Steps between checkpoints; the last two are kept.", greater_than=0, group="output"
@@ -191,17 +158,9 @@ def main(argv: list[str] | None = None) -> None:
     optimizer = replace(
         optimizer, gate_learning_rate=setup.gate_rate(optimizer.gate_learning_rate, config)
     )
-    options = {
-        **vars(shape),
-        "attention": attention_of(config),
-        **vars(optimizer),
-        **vars(run),
-        "data": fingerprint,
-    }
-    options |= {
-        "precision": "bf16" if arguments.bf16 else "float32",
-        "num_processes": arguments.world_size,
-    }
+    options = {**vars(shape), "attention": attention_of(config), **vars(optimizer), **vars(run)}
+    options |= {"data": fingerprint, "precision": "bf16" if arguments.bf16 else "float32"}
+    options["num_processes"] = arguments.world_size
     if run.dilute_with is not None:
         options["dilute_with"] = setup.data_fingerprint(read_manifest(Path(run.dilute_with)))
     for name in ("out", "report_to"):  # these may change between two starts of a run
@@ -223,13 +182,12 @@ def main(argv: list[str] | None = None) -> None:
         diluted = run.dilute_with and dilution.Dilution.from_options(
             run, [run.dilute_with], tokenizer, f"--data {data}"
         )
+        judged_rows = validation.select(range(len(validation))[: optimizer.eval_rows])
         trainer = PerplexityTrainer(
             model=model,
             args=arguments,
             train_dataset=train,
-            eval_dataset=validation.select(
-                range(len(validation))[: optimizer.eval_rows]
-            ).with_transform(judged),
+            eval_dataset=judged_rows.with_transform(judged),
             data_collator=learned.collate,
             processing_class=tokenizer,
             callbacks=[run_folder.RunRecorder(out, tokens_per_step, reads_memory)],
@@ -243,11 +201,8 @@ def main(argv: list[str] | None = None) -> None:
         # not before: options that make no model or Trainer may be corrected
         if arguments.should_save:
             run_folder.begin_run(out, options, checkpoint)
-        note = (
-            f"from step {run_folder.checkpoint_step(checkpoint)}"
-            if checkpoint
-            else ("from the start")
-        )
+        step = run_folder.checkpoint_step(checkpoint) if checkpoint else 0
+        note = f"from step {step}" if checkpoint else "from the start"
         length = f"{arguments.max_steps:,} steps of {tokens_per_step:,} tokens"
         run_folder.say(f"{model.num_parameters():,} parameters, {length}, {note}")
         model, lines = setup.train_to_end(trainer, checkpoint)
@@ -295,19 +250,17 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
     from support import measurement
     from training import run_folder, setup
 
+    same = ("max_grad_norm", "torch_compile", "eval_steps", "logging_steps")
     arguments = setup.training_arguments(
         run.out,
         {**vars(run), **vars(optimizer)},
         per_device_eval_batch_size=optimizer.batch_size,
         lr_scheduler_type=optimizer.schedule,
         warmup_steps=optimizer.warmup,
-        max_grad_norm=optimizer.max_grad_norm,
-        torch_compile=optimizer.torch_compile,
         eval_strategy="steps",
-        eval_steps=optimizer.eval_steps,
-        logging_steps=optimizer.logging_steps,
         report_to=run.report_to,
         run_name=Path(run.out).resolve().name,
+        **{name: getattr(optimizer, name) for name in same},
         **{setup.checkpointing_name(): optimizer.gradient_checkpointing},
     )
     precision = "bf16" if arguments.bf16 else "float32"

@@ -317,18 +317,8 @@ class Reader:
 
     @functools.cached_property
     def terms(self) -> torch.Tensor:
-        """The `terms` of [`InfiniCache.recall`]: what differs in case or a space only is one term,
-        and what has no letter or digit is none."""
-        count, known = len(self.tokenizer), {}
-        words: list[str] = self.tokenizer.batch_decode([[token] for token in range(count)])
-        special = {*self.tokenizer.all_special_ids}
-        terms = [
-            known.setdefault(word, len(known))
-            if token not in special and any(map(str.isalnum, word := text.strip().lower()))
-            else -1
-            for token, text in enumerate(words)
-        ]
-        return torch.tensor(terms)
+        """[`term_numbers`] of the tokenizer."""
+        return term_numbers(self.tokenizer)
 
     def _passages(self, cache: InfiniCache, row: int) -> list[str]:
         """The passages that a row of a cache keeps, the most relevant first."""
@@ -503,6 +493,18 @@ class Reader:
                             bar.write(f"kept: {bar.n:,} tokens; the same call goes on", sys.stderr)
                 raise
         return cache
+
+
+def term_numbers(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """The `terms` of [`InfiniCache.recall`], `[vocabulary]`: tokens that differ in case or a space
+    only are one term, and those without a letter or digit, and special ones, are none (−1)."""
+    words: list[str] = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    special, known, terms = {*tokenizer.all_special_ids}, {}, []
+    for token, text in enumerate(words):
+        word = text.strip().lower()
+        means = token not in special and any(map(str.isalnum, word))
+        terms.append(known.setdefault(word, len(known)) if means else -1)
+    return torch.tensor(terms)
 
 
 def _checked(text: str) -> str:

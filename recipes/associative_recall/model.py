@@ -45,14 +45,8 @@ def mixer_config(
 
     Raises UserError for options that do not go together.
     """
-    options: dict = {
-        "n_layer": 1,
-        "n_embd": width,
-        "n_head": heads,
-        "position_encoding": "none",
-        "qkv_bias": True,
-        **widths,
-    }
+    options: dict = {"n_layer": 1, "n_embd": width, "n_head": heads, "qkv_bias": True, **widths}
+    options["position_encoding"] = "none"
     if mixer == "attention":
         options |= {"attention": "global", "dropout": ATTENTION_DROPOUT}
     elif mixer == "window":
@@ -74,10 +68,8 @@ class GatedConvolution(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.projection = nn.Linear(width, width)
-        self.taps, self.bias = (
-            nn.Parameter(torch.empty(TAPS, width)),
-            nn.Parameter(torch.empty(width)),
-        )
+        self.taps = nn.Parameter(torch.empty(TAPS, width))
+        self.bias = nn.Parameter(torch.empty(width))
         for parameter in (self.taps, self.bias):  # as torch's Conv1d begins
             nn.init.uniform_(parameter, -(TAPS**-0.5), TAPS**-0.5)
 
@@ -99,9 +91,8 @@ class Recaller(nn.Module):
     def __init__(self, config: CausalMHAConfig, vocabulary: int):
         super().__init__()
         width = config.n_embd
-        mixer = CausalMultiHeadAttention(
-            width, width, config.n_head, config.dropout, config.qkv_bias, layer_idx=0, config=config
-        )
+        how = {"dropout": config.dropout, "qkv_bias": config.qkv_bias, "layer_idx": 0}
+        mixer = CausalMultiHeadAttention(width, width, config.n_head, **how, config=config)
         self.embedding = nn.Embedding(vocabulary, width)
         self.dropout = nn.Dropout(EMBEDDING_DROPOUT)
         self.mixers = nn.ModuleList((GatedConvolution(width), mixer))
@@ -114,9 +105,8 @@ class Recaller(nn.Module):
                 nn.init.normal_(module.weight, std=STANDARD_DEVIATION)
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
-        nn.init.normal_(
-            mixer.out_proj.weight, std=STANDARD_DEVIATION / math.sqrt(2 * len(self.mixers))
-        )
+        of_output = STANDARD_DEVIATION / math.sqrt(2 * len(self.mixers))
+        nn.init.normal_(mixer.out_proj.weight, std=of_output)
 
     def forward(self, inputs: Tensor, cache=None) -> Tensor:
         """The last hidden states of ids `[batch, tokens]`, `[batch, tokens, width]`; `cache`: what
@@ -131,24 +121,22 @@ class Recaller(nn.Module):
     def asked(self, rows: Rows) -> Tensor:
         """The last hidden states of the labelled places only, `[rows * pairs, width]`."""
         states = self(rows.inputs)
-        return states.gather(1, rows.places.unsqueeze(-1).expand(-1, -1, states.shape[-1])).flatten(
-            0, 1
-        )
+        places = rows.places.unsqueeze(-1).expand(-1, -1, states.shape[-1])
+        return states.gather(1, places).flatten(0, 1)
 
     def loss(self, rows: Rows, dtype: torch.dtype = torch.float32) -> Tensor:
         """The mean cross-entropy of the values, in nats; `dtype`: of the products with the output
         weights."""
-        return LabelledLoss.apply(
-            self.asked(rows).to(dtype), self.embedding.weight.to(dtype), rows.values.flatten()
-        )
+        states, weight = self.asked(rows).to(dtype), self.embedding.weight.to(dtype)
+        return LabelledLoss.apply(states, weight, rows.values.flatten())
 
     @torch.no_grad()
     def correct(self, rows: Rows) -> Tensor:
         """How many values of each row are the likeliest of all tokens, `[rows]`."""
-        states, found = self.asked(rows), []
-        for part in states.split(_chunk(self.embedding.weight)):
-            found.append((part @ self.embedding.weight.T).argmax(-1))
-        return (torch.cat(found).view_as(rows.values) == rows.values).sum(1)
+        weight = self.embedding.weight
+        parts = self.asked(rows).split(_chunk(weight))
+        found = torch.cat([(part @ weight.T).argmax(-1) for part in parts])
+        return (found.view_as(rows.values) == rows.values).sum(1)
 
     @torch.no_grad()
     def state_bytes(self, tokens: int) -> int:
@@ -164,14 +152,11 @@ class Recaller(nn.Module):
     def parameter_groups(self, weight_decay: float) -> list[dict]:
         """Weight decay for all but the memory's own parameters, whose first values are not near
         zero for good reasons."""
-        groups: dict[bool, list] = {False: [], True: []}
+        groups: dict[float, list] = {weight_decay: [], 0.0: []}
         for name, parameter in self.named_parameters():
-            groups[not set(PARAMETERS).isdisjoint(name.split("."))].append(parameter)
-        return [
-            {"params": group, "weight_decay": 0.0 if own else weight_decay}
-            for own, group in groups.items()
-            if group
-        ]
+            own = not set(PARAMETERS).isdisjoint(name.split("."))
+            groups[0.0 if own else weight_decay].append(parameter)
+        return [{"params": group, "weight_decay": of} for of, group in groups.items() if group]
 
 
 def _chunk(weight: Tensor) -> int:
@@ -191,20 +176,15 @@ class LabelledLoss(Function):
 
     @staticmethod
     def forward(ctx, states: Tensor, weight: Tensor, values: Tensor) -> Tensor:
-        to_states, to_weight = (
-            torch.empty_like(states),
-            torch.zeros_like(weight, dtype=torch.float32),
-        )
+        to_states = torch.empty_like(states)
+        to_weight = torch.zeros_like(weight, dtype=torch.float32)
         loss, size = torch.zeros((), device=states.device), _chunk(weight)
-        for part, wanted, to_part in zip(
-            *(tensor.split(size) for tensor in (states, values, to_states)), strict=True
-        ):
+        pieces = (tensor.split(size) for tensor in (states, values, to_states))
+        for part, wanted, to_part in zip(*pieces, strict=True):
             logarithms, place = (part @ weight.T).float().log_softmax(1), wanted.unsqueeze(1)
             loss -= logarithms.gather(1, place).sum()
-            errors = logarithms.exp_().scatter_add_(
-                1, place, torch.full_like(place, -1, dtype=torch.float32)
-            )
-            errors = errors.to(weight.dtype)
+            wrong = torch.full_like(place, -1, dtype=torch.float32)
+            errors = logarithms.exp_().scatter_add_(1, place, wrong).to(weight.dtype)
             torch.mm(errors, weight, out=to_part)
             to_weight += errors.T @ part
         ctx.save_for_backward(to_states, to_weight.to(weight.dtype))

@@ -6,36 +6,19 @@ from support.markdown import markdown_table
 from support.stages import read_json, write_text
 from training.console import duration
 
-ENTRIES = {
-    "model": str,
-    "mixer": str,
-    "setting": dict,
-    "accuracy": float,
-    "low": float,
-    "high": float,
-    "tests": list,
-}
+ENTRIES = {"model": str, "mixer": str, "setting": dict, "tests": list}
+ENTRIES |= dict.fromkeys(("state_bytes", "parameters", "epochs"), int)
+ENTRIES |= dict.fromkeys(("accuracy", "low", "high", "seconds", "learning_rate"), float)
 REMEDY = "delete it, and its command goes on from the last state"
-ENTRIES |= {
-    "state_bytes": int,
-    "parameters": int,
-    "epochs": int,
-    "seconds": float,
-    "learning_rate": float,
-}
 
 
 def finished_runs(out: Path, setting: dict) -> list[dict]:
     """The results below `out` of runs with the same data and length, of each model that of its best
     learning rate; models with less state first."""
-    best: dict[str, dict] = {}
-    for file in sorted(out.glob("*/result.json")):
-        result = read_json(file, ENTRIES, REMEDY)
-        known = best.get(result["model"])
-        if result["setting"] == setting and (
-            known is None or result["accuracy"] > known["accuracy"]
-        ):
-            best[result["model"]] = result
+    results = [read_json(file, ENTRIES, REMEDY) for file in sorted(out.glob("*/result.json"))]
+    same = [result for result in results if result["setting"] == setting]
+    same.sort(key=lambda result: result["accuracy"], reverse=True)
+    best = {result["model"]: result for result in reversed(same)}
     return sorted(best.values(), key=lambda result: (result["state_bytes"], result["model"]))
 
 
@@ -51,17 +34,8 @@ def write_report(out: Path, setting: dict) -> str:
 
 
 def _cells(run: dict) -> list[str]:
-    cells = [
-        run["model"],
-        f"{run['state_bytes']:,}",
-        f"{run['accuracy']:.3f}",
-        f"{run['low']:.3f}–{run['high']:.3f}",
-    ]
+    cells = [run["model"], f"{run['state_bytes']:,}", f"{run['accuracy']:.3f}"]
+    cells.append(f"{run['low']:.3f}–{run['high']:.3f}")
     cells += [f"{test['accuracy']:.3f}" for test in run["tests"]]
-    return [
-        *cells,
-        f"{run['learning_rate']:g}",
-        str(run["epochs"]),
-        duration(run["seconds"]),
-        f"{run['parameters']:,}",
-    ]
+    cells += [f"{run['learning_rate']:g}", str(run["epochs"]), duration(run["seconds"])]
+    return [*cells, f"{run['parameters']:,}"]

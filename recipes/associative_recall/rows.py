@@ -62,10 +62,10 @@ def read_parts(texts: Sequence[str], option: str, vocabulary: int) -> list[Part]
     made."""
     parts = []
     for text in texts:
-        if not re.fullmatch(r"[1-9]\d{0,8}x[1-9]\d{0,8}x[1-9]\d{0,8}", text):
+        if not re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8}){2}", text):
             raise UserError(
-                f"--{option} {text}: give LENGTHxPAIRSxROWS, three numbers of at "
-                "least 1, such as 64x4x1000"
+                f"--{option} {text}: give LENGTHxPAIRSxROWS, three numbers of at least 1, such as "
+                "64x4x1000"
             )
         part = Part(*map(int, text.split("x")))
         if part.length % 2 or 4 * part.pairs > part.length or part.length >= vocabulary:
@@ -89,12 +89,12 @@ def make_all_rows(
     training: Sequence[Part], tests: Sequence[Part], vocabulary: int, seed: int
 ) -> tuple[list[Rows], list[tuple[Part, Rows]]]:
     """The rows of the training, and those of the tests with what they are."""
-    seeds = seeds_of(seed, len(training), len(tests))
-    made, asked = (
-        [make_rows(part, vocabulary, own) for part, own in zip(parts, of_parts, strict=True)]
-        for parts, of_parts in zip((training, tests), seeds, strict=True)
-    )
-    return made, list(zip(tests, asked, strict=True))
+    train, test = seeds_of(seed, len(training), len(tests))
+    asked = [
+        (part, make_rows(part, vocabulary, own)) for part, own in zip(tests, test, strict=True)
+    ]
+    pairs = zip(training, train, strict=True)
+    return [make_rows(part, vocabulary, own) for part, own in pairs], asked
 
 
 def make_rows(part: Part, vocabulary: int, seed: int) -> Rows:
@@ -105,24 +105,17 @@ def make_rows(part: Part, vocabulary: int, seed: int) -> Rows:
     in; here it is seeded with the part's seed.
     """
     state, half = numpy.random.RandomState(seed), vocabulary // 2
-    everyone = range(part.rows)
-    keys = 1 + numpy.stack([state.permutation(half - 1)[: part.pairs] for _ in everyone])
-    values = half + numpy.stack(
-        [state.permutation(vocabulary - half)[: part.pairs] for _ in everyone]
-    )
-    space = part.length // 2 - part.pairs
+    pairs, everyone = part.pairs, range(part.rows)
+    keys = 1 + numpy.stack([state.permutation(half - 1)[:pairs] for _ in everyone])
+    values = half + numpy.stack([state.permutation(vocabulary - half)[:pairs] for _ in everyone])
+    space = part.length // 2 - pairs
     chances = POWER * numpy.arange(1, space + 1) ** (POWER - 1)
-    chances /= chances.sum()
-    gaps = numpy.stack(
-        [state.choice(space, part.pairs, replace=False, p=chances) for _ in everyone]
-    )
-    places = 2 * (part.pairs + gaps)
+    how = {"size": pairs, "replace": False, "p": chances / chances.sum()}
+    places = 2 * (pairs + numpy.stack([state.choice(space, **how) for _ in everyone]))
 
-    inputs = torch.randint(
-        vocabulary, (part.rows, part.length), generator=torch.Generator().manual_seed(seed)
-    ).int()
-    inputs[:, 0 : 2 * part.pairs : 2] = torch.from_numpy(keys).int()
-    inputs[:, 1 : 2 * part.pairs : 2] = torch.from_numpy(values).int()
-    places = torch.from_numpy(places)
-    inputs.scatter_(1, places, torch.from_numpy(keys).int())
-    return Rows(inputs, places, torch.from_numpy(values))
+    draw = torch.Generator().manual_seed(seed)
+    inputs = torch.randint(vocabulary, (part.rows, part.length), generator=draw).int()
+    inputs[:, 0 : 2 * pairs : 2] = torch.from_numpy(keys).int()
+    inputs[:, 1 : 2 * pairs : 2] = torch.from_numpy(values).int()
+    inputs.scatter_(1, torch.from_numpy(places), torch.from_numpy(keys).int())
+    return Rows(inputs, torch.from_numpy(places), torch.from_numpy(values))

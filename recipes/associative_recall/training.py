@@ -51,103 +51,42 @@ def train(
     batches = [batch for rows in training for batch in rows.batches(options.batch_size)]
     tokens = sum(batch.inputs.numel() for batch in batches)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    on_gpu = device.type == "cuda"
-    held = torch.tensor(rate, device=device)  # a graph reads the learning rate where it is
     optimizer = torch.optim.AdamW(model.parameter_groups(WEIGHT_DECAY), lr=rate, fused=True)
     history = _restore(model, optimizer, file) if file.exists() else []
     if history:
         say(f"  from epoch {len(history) + 1}")
-    step = (GraphedSteps if on_gpu else Steps)(model, optimizer, dtype)
     model.train()
     while not _has_ended(history, options):
         epoch, clock = len(history), time.perf_counter()
         total = torch.zeros((), dtype=torch.float64, device=device)
         now = rate * (1 + math.cos(math.pi * epoch / options.epochs)) / 2
-        held.fill_(now)
-        for group in optimizer.param_groups:  # perhaps restored from a run on another device
-            group.update(lr=held if on_gpu else now, capturable=on_gpu)
+        for group in optimizer.param_groups:  # perhaps restored from a state with CUDA graphs
+            group.update(lr=now, capturable=False)
         name = f"epoch {epoch + 1}/{options.epochs}"
         for place, batch in enumerate(tqdm(batches, name, unit="step", leave=False)):
             # dropout is the same after a restart
             torch.manual_seed(options.seed + epoch * len(batches) + place)
-            total += step(batch.to(device))
+            optimizer.zero_grad()
+            loss = model.loss(batch.to(device), dtype)
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
         mean, found = total.item() / len(batches), evaluate(model, tests)
         seconds = (history[-1]["seconds"] if history else 0.0) + time.perf_counter() - clock
         line = {"epoch": epoch + 1, "loss": mean if math.isfinite(mean) else None, **found}
         history.append(line | {"tokens": (epoch + 1) * tokens, "seconds": round(seconds, 3)})
+        content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         # an open file says what is wrong with its disk, torch's own does not
         with new_file(file) as part, part.open("wb") as state:
-            torch.save(
-                {
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "history": history,
-                },
-                state,
-            )
+            torch.save(content | {"history": history}, state)
         say(f"  {name}: loss {mean:.4f}, accuracy {found['accuracy']:.3f}, {duration(seconds)}")
     return history
 
 
-class Steps:
-    """Training steps. Called with a batch on the model's device, one returns its loss, `[]`."""
-
-    def __init__(self, model: Recaller, optimizer, dtype: torch.dtype):
-        self.model, self.optimizer, self.dtype = model, optimizer, dtype
-
-    def __call__(self, batch: Rows) -> Tensor:
-        self.optimizer.zero_grad()
-        loss = self.model.loss(batch, self.dtype)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-
-class GraphedSteps(Steps):
-    """The same on a GPU, where so small a model would mostly wait for the CPU: one CUDA graph for
-    each shape of a batch, after its first. A replay reads the generator's seed, and dropout draws
-    what it would without a graph."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, Rows, Tensor] | None] = {}
-        self.pool = torch.cuda.graph_pool_handle()
-        # of all steps: autograd remembers it
-        self.stream = torch.cuda.Stream(self.model.embedding.weight.device)
-
-    def __call__(self, batch: Rows) -> Tensor:
-        shape = batch.inputs.shape, batch.places.shape
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
-            if shape not in self.graphs:  # what is made at a first call cannot be in a graph
-                self.graphs[shape] = None
-                loss = super().__call__(batch)
-            else:
-                graph, held, loss = self.graphs[shape] = self.graphs[shape] or self.captured(batch)
-                (
-                    held.inputs.copy_(batch.inputs),
-                    held.places.copy_(batch.places),
-                    held.values.copy_(batch.values),
-                )
-                graph.replay()
-        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-        return loss
-
-    def captured(self, batch: Rows) -> tuple[torch.cuda.CUDAGraph, Rows, Tensor]:
-        """The graph of a step, the batch that it reads and the loss that it leaves."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, self.pool, self.stream):
-            loss = super().__call__(batch)
-        return graph, batch, loss
-
-
 def _has_ended(history: list[dict], options) -> bool:
     last = history[-1] if history else {"epoch": 0, "loss": 0.0, "accuracy": 0.0}
-    return (
-        last["epoch"] == options.epochs
-        or last["loss"] is None
-        or last["accuracy"] > options.stop_above
-    )
+    ended = last["epoch"] == options.epochs or last["loss"] is None
+    return ended or last["accuracy"] > options.stop_above
 
 
 def _restore(model: Recaller, optimizer, file: Path) -> list[dict]:
@@ -171,9 +110,8 @@ def evaluate(model: Recaller, tests: Sequence[tuple[Part, Rows]]) -> dict:
     model.eval()
     shares, found = [], []
     for part, rows in tests:
-        correct = torch.cat(
-            [model.correct(batch.to(device)) for batch in rows.batches(TEST_BATCH[device.type])]
-        )
+        batches = rows.batches(TEST_BATCH[device.type])
+        correct = torch.cat([model.correct(batch.to(device)) for batch in batches])
         shares.append(correct.double().cpu() / part.pairs)
         of_part = {"length": part.length, "pairs": part.pairs, "questions": part.rows * part.pairs}
         found.append(of_part | summarize(shares[-1]))

@@ -50,13 +50,8 @@ class Shape:
 
     def tensor_bytes(self) -> int:
         """Of one of query, key, value, output or a gradient of them."""
-        return (
-            self.batch
-            * self.tokens
-            * self.heads
-            * self.head_dim
-            * getattr(torch, self.dtype).itemsize
-        )
+        numbers = self.batch * self.tokens * self.heads * self.head_dim
+        return numbers * getattr(torch, self.dtype).itemsize
 
 
 @dataclass
@@ -113,14 +108,7 @@ def _same(function: Callable, **options) -> Callable[[Problem], Forward]:
     )
 
 
-def loop(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor,
-    segment: int,
-    update_rule: str = "linear",
-) -> Tensor:
+def loop(query, key, value, gate, segment: int, update_rule: str = "linear") -> Tensor:
     """Equations 2 to 5 segment after segment, as the paper prints them (section 2); tensors as in
     [`infini_attention`]."""
     share, outputs = torch.sigmoid(gate)[:, None, None], []
@@ -132,19 +120,15 @@ def loop(
         # σ(Q), σ(K), V
         query, key, value = F.elu(query.to(wide)) + 1, F.elu(key.to(wide)) + 1, value.to(wide)
         if memory is None or normaliser is None:  # the first segment finds nothing in the memory
-            memory, normaliser = (
-                key.new_zeros(*key.shape[:2], key.shape[3], value.shape[3]),
-                torch.zeros_like(key[:, :, 0]),
-            )
+            memory = key.new_zeros(*key.shape[:2], key.shape[3], value.shape[3])
+            normaliser = torch.zeros_like(key[:, :, 0])
         else:
             read = query @ memory / (query @ normaliser.unsqueeze(-1) + EPS)  # equation 3
             # equation 5
             output = torch.lerp(output.to(wide), read, share.to(wide)).to(output.dtype)
         outputs.append(output)
-        # equation 4
-        memory, normaliser = RULES[update_rule].naive_write(
-            memory, normaliser, key, value, None, EPS
-        )
+        write = RULES[update_rule].naive_write  # equation 4
+        memory, normaliser = write(memory, normaliser, key, value, None, EPS)
     return torch.cat(outputs, 2)
 
 
@@ -168,10 +152,8 @@ def _make_window(problem: Problem, kept: int = 0) -> Forward:
     sinks = min(4, shape.segment - 1)
     places = torch.arange(Window(shape.segment, 1, sinks, kept).places, device=device)
     tables = rotation(places, shape.head_dim, problem.query.dtype)
-    options: dict[str, Any] = {"local_segments": 1, "sink_tokens": sinks, "rotary": tables}
-    if kept:
-        options["kept_tokens"] = kept
-    return _same(infini_attention, **options)(problem)
+    options: dict[str, Any] = {"local_segments": 1, "sink_tokens": sinks, "kept_tokens": kept}
+    return _same(infini_attention, **options, rotary=tables)(problem)
 
 
 _kept = functools.partial(_make_window, kept=252)

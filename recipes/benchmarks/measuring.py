@@ -36,12 +36,7 @@ def seconds_of(run: Work, device: str, repeats: int = 1) -> float:
 
 
 def alternate(
-    runs: Mapping[str, Work],
-    *,
-    rounds: int,
-    device: str,
-    seed: int = 0,
-    sample_seconds: float = 0.0,
+    runs: Mapping[str, Work], rounds: int, device: str, seed: int = 0, sample_seconds: float = 0.0
 ) -> dict[str, list[float]]:
     """Seconds per run of each contestant, a value for each round.
 
@@ -56,24 +51,21 @@ def alternate(
     for run in runs.values():
         run()
     repeats = {
-        name: math.ceil(sample_seconds / max(seconds_of(run, device), 1e-4))
+        name: max(1, math.ceil(sample_seconds / max(seconds_of(run, device), 1e-4)))
         for name, run in runs.items()
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
     draw = random.Random(seed)
     for _ in range(rounds):
         for name in draw.sample(list(runs), len(runs)):
-            times[name].append(seconds_of(runs[name], device, max(1, repeats[name])))
+            times[name].append(seconds_of(runs[name], device, repeats[name]))
     return times
 
 
 def spread(values: list[float], name: str) -> dict[str, float]:
     """Median, smallest and largest: `{name, name_lowest, name_highest}`."""
-    return {
-        name: statistics.median(values),
-        f"{name}_lowest": min(values),
-        f"{name}_highest": max(values),
-    }
+    found = (statistics.median(values), min(values), max(values))
+    return dict(zip((name, f"{name}_lowest", f"{name}_highest"), found, strict=True))
 
 
 def in_graph(run: Work) -> Work:
@@ -102,14 +94,10 @@ def tried(work: Callable[[], object], device: str) -> dict:
     try:
         work()
     except Exception as error:  # what does not run here is no reason to stop
-        short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(
-            error
-        )
-        return {
-            "skipped": "not enough memory"
-            if short
-            else f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        }
+        short = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if short or "allocate memory" in str(error):
+            return {"skipped": "not enough memory"}
+        return {"skipped": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
     return {"peak_bytes": torch.cuda.max_memory_allocated(device) - before} if on_gpu else {}
 
 

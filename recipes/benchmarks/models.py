@@ -35,12 +35,9 @@ READ = 2048
 
 
 def _llama(width: int, inner: int, layers: int, heads: int, kv_heads: int) -> dict:
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
-    return sizes | {
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": 49152,
-    }
+    names = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    names = [*names.split(), "num_key_value_heads", "vocab_size"]
+    return dict(zip(names, (width, inner, layers, heads, kv_heads, 49152), strict=True))
 
 
 SIZES = {
@@ -59,27 +56,19 @@ def heads_of(name: str) -> tuple[int, int]:
     return heads, (sizes.get("n_embd") or sizes["hidden_size"]) // heads
 
 
-def build(
-    kind: str,
-    name: str,
-    positions: int,
-    device: str,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-):
+def build(kind: str, name: str, positions: int, device: str, seed: int = 0, dtype=torch.float32):
     """A model in evaluation mode, of [`SIZES`] with random weights, or a checkpoint; stock GPT-2
     has so many `positions`."""
     torch.manual_seed(seed)
-    segment = 16 if name == "tiny" else SEGMENT
-    options = {"segment_length": segment}
+    options = {"segment_length": 16 if name == "tiny" else SEGMENT}
     if name not in SIZES:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
         options |= WINDOW
     elif "n_head" in SIZES[name]:
-        nothing = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        ends = dict.fromkeys(("bos_token_id", "eos_token_id"), SIZES[name]["vocab_size"] - 1)
-        positions = positions if kind == "stock" else 1024
-        model = GPT2LMHeadModel(GPT2Config(**SIZES[name], **nothing, **ends, n_positions=positions))
+        how = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        how |= dict.fromkeys(("bos_token_id", "eos_token_id"), SIZES[name]["vocab_size"] - 1)
+        how["n_positions"] = positions if kind == "stock" else 1024
+        model = GPT2LMHeadModel(GPT2Config(**SIZES[name], **how))
         options |= {"position_encoding": "segment"}
     else:
         with torch.device(device):
@@ -92,10 +81,8 @@ def build(
 
 def random_ids(model, batch: int, tokens: int, seed: int) -> torch.Tensor:
     """`[batch, tokens]`, without the last id, which ends a text."""
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randint(model.config.vocab_size - 1, (batch, tokens), generator=draw).to(
-        model.device
-    )
+    draw, most = torch.Generator().manual_seed(seed), model.config.vocab_size - 1
+    return torch.randint(most, (batch, tokens), generator=draw).to(model.device)
 
 
 def training_step(model, ids: torch.Tensor, dtype: str) -> Callable[[], None]:
@@ -125,12 +112,11 @@ def cache_after(model, way: str, batch: int, context: int, seed: int, room: int 
     if way == "stock-static":
         cache = StaticCache(config=config, max_cache_len=context + room)
     heads, *widths = key_heads(config)
+    like = {"device": model.device, "dtype": model.dtype}
     for layer in range(config.num_hidden_layers):
-        shapes = ((batch, heads, context, width) for width in widths)
-        keys, values = (
-            torch.randn(shape, device=model.device, dtype=model.dtype) for shape in shapes
+        cache.update(
+            *(torch.randn(batch, heads, context, width, **like) for width in widths), layer
         )
-        cache.update(keys, values, layer)
     return cache
 
 

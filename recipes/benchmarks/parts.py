@@ -4,6 +4,7 @@ and `skipped` (why there is nothing else) or measurements: `seconds`, `graph` an
 extremes, `peak_bytes`, `cache_bytes`, `tokens_per_second`.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -15,14 +16,9 @@ from .contestants import BASE, Problem, Shape
 from .models import KINDS
 
 # By device: of a layer; rows of tokens in training; tokens before a new one
-SHAPES = {
-    "cpu": ((1024, 256), (4096, 256), (16384, 256), (16384, 64)),
-    "cuda": tuple(
-        (tokens, segment)
-        for tokens in (2048, 4096, 8192, 16384, 65536, 131072)
-        for segment in (64, 256, 1024)
-    ),
-}
+LENGTHS = (2048, 4096, 8192, 16384, 65536, 131072)
+SHAPES = {"cpu": ((1024, 256), (4096, 256), (16384, 256), (16384, 64))}
+SHAPES["cuda"] = tuple(itertools.product(LENGTHS, (64, 256, 1024)))
 NAMES = {
     "cpu": (BASE, "infini-delta", "infini-gated-delta", "causal-sdpa", "loop-split"),
     "cuda": (BASE, "infini-window", "infini-plain", "causal-sdpa"),
@@ -39,9 +35,7 @@ def _usual(table: Mapping, how):
 
 def _times(how, runs: Mapping, sample_seconds: float = 0.0) -> dict[str, list[float]]:
     """Seconds of runs that take turns."""
-    return measuring.alternate(
-        runs, rounds=how.rounds, device=how.device, seed=how.seed, sample_seconds=sample_seconds
-    )
+    return measuring.alternate(runs, how.rounds, how.device, how.seed, sample_seconds)
 
 
 def compared(rows: dict, times: Mapping, base: str, steps: int = 1, tokens: int = 0) -> list[dict]:
@@ -67,29 +61,26 @@ def compared(rows: dict, times: Mapping, base: str, steps: int = 1, tokens: int 
 def attention(how) -> Iterator[list[dict]]:
     """Seconds of each contestant, and of its CUDA graph."""
     heads, width = models.heads_of(how.model)
+    usual = [(64, 8)] if how.model == "tiny" else _usual(SHAPES, how)
     for dtype in how.dtypes:
-        for tokens, segment in how.shapes or (
-            [(64, 8)] if how.model == "tiny" else _usual(SHAPES, how)
-        ):
+        for tokens, segment in how.shapes or usual:
             yield _layers(how, Shape(tokens, segment, heads, width, dtype=dtype))
 
 
 def _layers(how, shape: Shape) -> list[dict]:
     """`peak_bytes` has `extra` with it, what is held beyond query, key, value, output and their
     gradients in units of those."""
-    problem = Problem.random(shape, how.device, how.seed)
+    problem, bytes_of_one = Problem.random(shape, how.device, how.seed), shape.tensor_bytes()
     same = {name: getattr(shape, name) for name in ("tokens", "segment", "dtype")}
     same["work"] = "one layer, forward and backward"
     rows, runs = {}, {}
     for name in how.contestants or _usual(NAMES, how):
         run = contestants.run_of(name, problem)
         measuring.tried(run, how.device)  # what is compiled is compiled now
-        rows[name] = {**same, "name": name, **measuring.tried(run, how.device)}
-        if "peak_bytes" in rows[name]:
-            rows[name]["extra"] = (rows[name]["peak_bytes"] - 4 * shape.tensor_bytes()) / (
-                8 * shape.tensor_bytes()
-            )
-        if "skipped" not in rows[name]:
+        row = rows[name] = {**same, "name": name, **measuring.tried(run, how.device)}
+        if "peak_bytes" in row:
+            row["extra"] = (row["peak_bytes"] - 4 * bytes_of_one) / (8 * bytes_of_one)
+        if "skipped" not in row:
             runs[name] = run
     found = compared(rows, _times(how, runs, sample_seconds=0.05), BASE)
     if how.device.startswith("cuda"):
@@ -108,9 +99,8 @@ def model(how) -> Iterator[list[dict]]:
             rows, times = {}, {}
             for kind in KINDS:  # one after the other: both at once need twice the memory
                 built = models.build(kind, how.model, context, how.device, how.seed)
-                step = models.training_step(
-                    built, models.random_ids(built, 1, context, how.seed), dtype
-                )
+                ids = models.random_ids(built, 1, context, how.seed)
+                step = models.training_step(built, ids, dtype)
                 rows[kind] = {**same, "name": kind, **measuring.tried(step, how.device)}
                 if "skipped" not in rows[kind]:
                     times |= _times(how, {kind: step})
@@ -123,49 +113,33 @@ def decoding(how) -> Iterator[list[dict]]:
     for dtype in how.dtypes:
         contexts = how.contexts or _usual(BEFORE, how)
         longest = max(contexts) + _usual(NEW_TOKENS, how) * (how.rounds + 3)
-        both = {
-            kind: models.build(
-                kind, how.model, longest, how.device, how.seed, getattr(torch, dtype)
-            )
-            for kind in KINDS
-        }
-        for batch in how.batches:
-            for context in contexts:
-                yield _after(how, both, dtype, batch, context)
+        same = how.model, longest, how.device, how.seed, getattr(torch, dtype)
+        both = {kind: models.build(kind, *same) for kind in KINDS}
+        for batch, context in itertools.product(how.batches, contexts):
+            yield _after(how, both, dtype, batch, context)
 
 
 def _after(how, both: Mapping, dtype: str, batch: int, context: int) -> list[dict]:
-    same = {
-        "work": f"new token of each row, {how.model}",
-        "tokens": context,
-        "rows": batch,
-        "dtype": dtype,
-    }
+    same = {"work": f"new token of each row, {how.model}", "tokens": context, "rows": batch}
     rows, runs, caches, steps = {}, {}, {}, _usual(NEW_TOKENS, how)
     for way in _usual(models.WAYS, how):
 
         def begin(way=way) -> None:
-            built = both[way.partition("-")[0]]
-            caches[way] = models.cache_after(
-                built, way, batch, context, how.seed, steps * (how.rounds + 3)
-            )
-            runs[way] = models.new_tokens(
-                built, caches[way], batch, steps, way in _usual(models.COMPILED, how)
-            )
-            runs[way]()
+            built, room = both[way.partition("-")[0]], steps * (how.rounds + 3)
+            cache = models.cache_after(built, way, batch, context, how.seed, room)
+            compiled = way in _usual(models.COMPILED, how)
+            run = models.new_tokens(built, cache, batch, steps, compiled)
+            run()
+            runs[way], caches[way] = run, cache
 
         tried = measuring.tried(begin, how.device)
-        rows[way] = {**same, "name": way} | {
-            name: tried[name] for name in tried if name == "skipped"
-        }
-        if "skipped" in tried:
-            runs.pop(way, None)
-            caches.pop(way, None)
+        tried.pop("peak_bytes", None)
+        rows[way] = {**same, "dtype": dtype, "name": way, **tried}
     found = compared(rows, _times(how, runs), BASE, steps, tokens=batch)
-    return [
-        row | ({"cache_bytes": cache_bytes(caches[row["name"]])} if row["name"] in caches else {})
-        for row in found
-    ]
+    for row in found:
+        if row["name"] in caches:
+            row["cache_bytes"] = cache_bytes(caches[row["name"]])
+    return found
 
 
 PARTS = {function.__name__: function for function in (attention, model, decoding)}

@@ -11,19 +11,15 @@ SETTINGS = ("tokens", "segment", "rows", "dtype")  # columns, where rows have th
 def markdown(rows: list[dict]) -> str:
     """A table for each kind of work. Times are medians, with the fastest and slowest round beside
     them."""
-    tables = {
-        work: [row for row in rows if row["work"] == work]
-        for work in dict.fromkeys(row["work"] for row in rows)
-    }
-    return "\n\n".join(f"**{work}**\n\n{_table(group)}" for work, group in tables.items())
+    works = dict.fromkeys(row["work"] for row in rows)
+    tables = {work: _table([row for row in rows if row["work"] == work]) for work in works}
+    return "\n\n".join(f"**{work}**\n\n{table}" for work, table in tables.items())
 
 
 def _table(rows: list[dict]) -> str:
     settings = [name for name in SETTINGS if any(name in row for row in rows)]
-    measures = {
-        title: show for title, show in MEASURES.items() if any(show(row) for row in rows)
-    } or {"": _skipped}
-    lines = []
+    shown = {title: show for title, show in MEASURES.items() if any(show(row) for row in rows)}
+    measures, lines = shown or {"": _skipped}, []
     for row in rows:
         words = [f"{row[name]:,}" if isinstance(row[name], int) else row[name] for name in settings]
         values = [show(row) for show in measures.values()]

@@ -17,19 +17,11 @@ from .run import Run, data_name, last_part, shorten_command, shorten_path
 
 TEMPLATE = Path(__file__).with_name("template.md")
 # Options of an evaluation of perplexity that a card names where they are others than these
-USUAL = {
-    "length": None,
-    "min_characters": 0,
-    "max_tokens": None,
-    "precision": "float32",
-    "memory": "on",
-}
-ATTENTION = {
-    "self": "self-attention",
-    "global": "self-attention",
-    "local": "sliding-window attention",
-}
-ATTENTION |= {"infini": "Infini-attention", "none": "no attention"}
+USUAL = {"length": None, "min_characters": 0, "max_tokens": None}
+USUAL |= {"precision": "float32", "memory": "on"}
+ATTENTION = {"infini": "Infini-attention", "none": "no attention"}
+ATTENTION |= {"local": "sliding-window attention"}
+ATTENTION |= dict.fromkeys(("self", "global"), "self-attention")
 
 
 def number(value) -> str:
@@ -57,11 +49,9 @@ def write_card(run: Run, about, samples: list[dict], loss_curve: str | None = No
         datasets=about.dataset and [about.dataset],
         base_model=about.base_model,
     )
-    chosen = {name: config[name] for name in result["options"] if config.get(name) is not None}
-    template = Template(
-        TEMPLATE.read_text(encoding="utf-8"), undefined=StrictUndefined, keep_trailing_newline=True
-    )
-    return template.render(
+    names = [name for name in result["options"] if name not in ("n_layer", "n_embd", "n_head")]
+    how = {"undefined": StrictUndefined, "keep_trailing_newline": True}
+    return Template(TEMPLATE.read_text(encoding="utf-8"), **how).render(
         card_data=data.to_yaml(),
         run=run,
         config=config,
@@ -74,11 +64,7 @@ def write_card(run: Run, about, samples: list[dict], loss_curve: str | None = No
         has_memory=kind == "infini",
         context_limit=context_limit(SimpleNamespace(**config)),
         load_from=about.repo_id or shorten_path(about.out),
-        chosen={
-            name: value
-            for name, value in chosen.items()
-            if name not in ("n_layer", "n_embd", "n_head")
-        },
+        chosen={name: config[name] for name in names if config.get(name) is not None},
         command=shorten_command(result["command"]),
         loss_curve=loss_curve,
         notes=about.notes and Path(about.notes).read_text(encoding="utf-8").strip(),
@@ -92,25 +78,15 @@ def losses(run: Run) -> str:
     rows = {(run.data, "validation", ""): run.result | {"tokens": run.result["validation_tokens"]}}
     usual = USUAL | {"separate_documents": bool(run.result["options"].get("separate_documents"))}
     for found in run.of_task("perplexity"):
-        how = [
-            f"{name} {found['options'][name]}"
-            for name in usual
-            if found["options"][name] != usual[name]
-        ]
+        options = {name: found["options"][name] for name in usual}
+        how = [f"{name} {value}" for name, value in options.items() if value != usual[name]]
         own = found["data_fingerprint"] == run.result["data_fingerprint"]
-        rows.setdefault(
-            (run.data if own else last_part(found["source"]), found["split"] or "", ", ".join(how)),
-            found,
-        )
-    cells = [
-        [
-            ", ".join(filter(None, place)),
-            f"{row['tokens']:,}",
-            f"{row['cross_entropy']:.4f}",
-            f"{row['perplexity']:.2f}",
-        ]
-        for place, row in rows.items()
-    ]
+        name = run.data if own else last_part(found["source"])
+        rows.setdefault((name, found["split"] or "", ", ".join(how)), found)
+    cells = []
+    for place, row in rows.items():
+        numbers = f"{row['tokens']:,}", f"{row['cross_entropy']:.4f}", f"{row['perplexity']:.2f}"
+        cells.append([", ".join(filter(None, place)), *numbers])
     table = markdown_table(["text", "tokens", "cross-entropy", "perplexity"], cells, left=1)
     text = "Cross-entropy in nats per token over all predicted tokens, perplexity its exponential."
     if asked := exercises(run):
@@ -132,10 +108,8 @@ def format_answers(cell: dict) -> str:
 
 def counting_note(found: dict) -> str:
     text = "Counted are the answers that greedy decoding gives exactly, with 95 % Wilson intervals"
-    return (
-        f"{text}; {found['options']['precision']}, seed {found['options']['seed']}; "
-        f"{measured_on(found)}."
-    )
+    how = f"{found['options']['precision']}, seed {found['options']['seed']}"
+    return f"{text}; {how}; {measured_on(found)}."
 
 
 def describe_source(found: dict) -> str:
@@ -161,18 +135,5 @@ def exercises(run: Run) -> str | None:
     return ", ".join(kind for kind in kinds if kind != "text")
 
 
-FUNCTIONS = {
-    function.__name__: function
-    for function in (
-        counting_note,
-        data_name,
-        describe_source,
-        fence,
-        format_answers,
-        last_part,
-        losses,
-        number,
-        repr,
-        shorten_path,
-    )
-}
+FUNCTIONS = (counting_note, data_name, describe_source, fence, format_answers, last_part, losses)
+FUNCTIONS = {function.__name__: function for function in (*FUNCTIONS, number, repr, shorten_path)}

@@ -41,23 +41,15 @@ def generate_samples(
     `seed`, `text`."""
     model, tokenizer = inference.load_model(str(folder), device)
     limit, samples = context_limit(model.config), []
-    for prompt, ids in zip(
-        prompts, encode_texts(tokenizer, prompts, split_special_tokens=False), strict=True
-    ):
-        input_ids = torch.from_numpy(ids)[None].to(model.device)
-        inputs, length = (
-            {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)},
-            len(ids),
-        )
-        if length == 0:
+    for prompt in prompts:
+        (ids,) = encode_texts(tokenizer, [prompt], split_special_tokens=False)
+        if len(ids) == 0:
             raise UserError(f"--prompt {prompt!r} has no token in the vocabulary of the model")
-        inference.check_length(model.config, length + 1)
-        room = new_tokens if limit is None else min(new_tokens, limit - length)
+        inference.check_length(model.config, len(ids) + 1)
+        room = new_tokens if limit is None else min(new_tokens, limit - len(ids))
         for method in METHODS:
             arguments = {**method, "max_new_tokens": room}
             set_seed(seed)
-            with torch.no_grad():
-                output = model.generate(**inputs, **arguments)
-            text = tokenizer.decode(output[0, length:], skip_special_tokens=True)
+            ((text, _),) = inference.continue_texts(model, tokenizer, [prompt], **arguments)
             samples.append({"prompt": prompt, "arguments": arguments, "seed": seed, "text": text})
     return samples

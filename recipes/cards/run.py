@@ -51,18 +51,15 @@ def read_run(folder: Path) -> Run:
     manifest = read_manifest(data) if (data / "manifest.json").is_file() else None
     if manifest and data_fingerprint(manifest) != result["data_fingerprint"]:
         manifest = None  # the folder holds other data now
-    found = [file for task in TASKS for file in sorted(folder.glob(f"{task}*.json"))]
-    files = [file for file in found if not file.name.endswith(".cells.json")]
-    return Run(
-        config=read_json(folder / "config.json"),
-        result=result,
-        manifest=manifest,
-        evaluations=[
-            read_json(file, EVALUATION, "it is damaged: remove it, or evaluate again")
-            for file in files
-        ],
-        earlier=earlier_runs(result),
-    )
+    files = [file for task in TASKS for file in sorted(folder.glob(f"{task}*.json"))]
+    remedy = "it is damaged: remove it, or evaluate again"
+    evaluations = [
+        read_json(file, EVALUATION, remedy)
+        for file in files
+        if not file.name.endswith(".cells.json")
+    ]
+    config = read_json(folder / "config.json")
+    return Run(config, result, manifest, evaluations, earlier_runs(result))
 
 
 def earlier_runs(result: dict) -> list[tuple[str, dict | None]]:
@@ -87,10 +84,8 @@ def data_name(result: dict) -> str:
 def data_folder(result: dict) -> str | None:
     """What --data was in the command of a result.json; None where a --config file named it."""
     words = [piece for word in shlex.split(result["command"]) for piece in word.split("=", 1)]
-    return next(
-        (folder for word, folder in reversed([*itertools.pairwise(words)]) if word == "--data"),
-        None,
-    )
+    found = [after for word, after in itertools.pairwise(words) if word == "--data"]
+    return found[-1] if found else None
 
 
 def shorten_path(text: str) -> str:

@@ -20,11 +20,13 @@ __all__ = [
     "UserError",
     "describe",
     "exit_on_error",
+    "needed",
     "one_line",
     "option",
     "parse_options",
+    "parse_yaml",
+    "read_yaml",
 ]
-__all__ += ["parse_yaml", "read_yaml"]
 
 # What an option's metadata may demand of its number, or of each in its list
 BOUNDS = {
@@ -48,6 +50,11 @@ def option(default, help_text: str, **metadata):
     """
     given = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(**given, metadata={"help": help_text, **metadata})
+
+
+def needed(help_text: str, **metadata):
+    """A field that must be given; otherwise as [`option`]."""
+    return field(metadata={"help": help_text, **metadata})
 
 
 def parse_options(

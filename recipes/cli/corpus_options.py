@@ -1,19 +1,16 @@
 """The options that say which documents a recipe reads, and which of them it keeps."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from . import SEED, option
+from . import SEED, needed, option
 
 
 @dataclass
 class CorpusOptions:
-    source: str = field(
-        metadata={
-            "help": "A path (Carolina tree, text, JSON, CSV, parquet), a "
-            "dataset's name on the Hub, or 'biographies' (makes "
-            "them).",
-            "group": "corpus",
-        }
+    source: str = needed(
+        "A path (Carolina tree, text, JSON, CSV, parquet), a dataset's name on "
+        "the Hub, or 'biographies' (makes them).",
+        group="corpus",
     )
     encoding: str = option(
         "utf-8", "Encoding of text, JSON, CSV and XML, as Python names it: utf-16, latin-1, cp1252."
@@ -35,9 +32,8 @@ class CorpusOptions:
     )
     prose_filter: bool = option(
         False,
-        "Keep running prose only: from --prose_host, "
-        "--prose_min_characters long, half of it in paragraphs of "
-        "80 characters or more; near-duplicates are removed.",
+        "Keep running prose only: from --prose_host, --prose_min_characters long, half of it in "
+        "paragraphs of 80 characters or more; near-duplicates are removed.",
         group="choice of documents",
     )
     prose_host: str = option(

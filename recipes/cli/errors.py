@@ -62,6 +62,10 @@ def describe(error: Exception) -> str:
     # as hf_infini raises them: a sentence that says what is allowed
     if isinstance(error, ValueError):
         return one_line(error)
+    if type(error).__name__ == "Ended":  # a step of the command that a recipe takes, too
+        from hf_infini.tools import one_line as ending
+
+        return ending.one_line(error)[1].removeprefix("error: ")
     if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
         return f"{error.name} is not installed: pip install 'hf-infini[recipes]'"
     if isinstance(error, OSError) and error.filename is not None:

@@ -86,14 +86,9 @@ def invent_person(rng: random.Random, names) -> Person:
     first, last = _first_name(names, gender), f"{_surname(names)} {_surname(names)}"
     profession = rng.choice(SENTENCES["professions"])
     spouse_gender = "f" if gender == "m" else "m"
-    words = {
-        **SENTENCES["gender"][gender],
-        "first": first,
-        "name": f"{first} {last}",
-        "made": profession["made"],
-        "spouse": SENTENCES["gender"][spouse_gender]["spouse"],
-        "so": SENTENCES["gender"][spouse_gender]["o"],
-    }
+    of_spouse = SENTENCES["gender"][spouse_gender]
+    words = {**SENTENCES["gender"][gender], "first": first, "name": f"{first} {last}"}
+    words |= {"made": profession["made"], "spouse": of_spouse["spouse"], "so": of_spouse["o"]}
     birth_year = rng.randint(1870, 1950)
     answers = {
         "birth_year": str(birth_year),
@@ -115,17 +110,12 @@ def invent_person(rng: random.Random, names) -> Person:
 def write_opening(rng: random.Random, person: Person) -> list[list[Sentence]]:
     """The paragraphs that state all facts of a person for the first time, a list of sentences
     each."""
-    return [
-        [
-            _sentence(person, name, rng.choice(SENTENCES["facts"][name]["statements"]))
-            for name in (
-                group["facts"]
-                if group["fixed"]
-                else rng.sample(group["facts"], len(group["facts"]))
-            )
-        ]
-        for group in SENTENCES["opening"]
-    ]
+    opening = []
+    for group in SENTENCES["opening"]:
+        facts = group["facts"]
+        names = facts if group["fixed"] else rng.sample(facts, len(facts))
+        opening.append([_state(rng, person, name, "statements") for name in names])
+    return opening
 
 
 def fact_prompt(person: Person, name: str) -> str:
@@ -136,9 +126,8 @@ def fact_prompt(person: Person, name: str) -> str:
 
 def forbid_answers(person: Person) -> re.Pattern:
     """Finds any answer of a person, as whole words, in capitals or not."""
-    return re.compile(
-        "|".join(rf"\b{re.escape(answer)}\b" for answer in person.answers.values()), re.IGNORECASE
-    )
+    answers = (rf"\b{re.escape(answer)}\b" for answer in person.answers.values())
+    return re.compile("|".join(answers), re.IGNORECASE)
 
 
 def write_paragraphs(
@@ -173,17 +162,17 @@ def _write(rng: random.Random, names, person: Person, distance: int) -> str:
     while length < distance:
         paragraphs.append(next(middle))
         length += len(paragraphs[-1]) + 1
-    closing = rng.choice(SENTENCES["closings"]).format_map(person.words)
-    returns = [
-        str(_sentence(person, name, rng.choice(SENTENCES["facts"][name]["returns"])))
-        for name in rng.sample(list(person.answers), len(person.answers))
-    ]
-    paragraphs.append(" ".join([closing, *returns[:4]]))
+    closing, facts = rng.choice(SENTENCES["closings"]), list(person.answers)
+    order = rng.sample(facts, len(facts))
+    returns = [str(_state(rng, person, name, "returns")) for name in order]
+    paragraphs.append(" ".join([closing.format_map(person.words), *returns[:4]]))
     paragraphs += [" ".join(returns[start : start + 4]) for start in range(4, len(returns), 4)]
     return "\n".join([f"{person.name}\n", *paragraphs])
 
 
-def _sentence(person: Person, name: str, template: str) -> Sentence:
+def _state(rng: random.Random, person: Person, name: str, kind: str) -> Sentence:
+    """A sentence about a fact, of its "statements" or "returns", drawn at random."""
+    template = rng.choice(SENTENCES["facts"][name][kind])
     before, after = (piece.format_map(person.words) for piece in template.split("{answer}"))
     return Sentence(name, before, person.answers[name], after)
 

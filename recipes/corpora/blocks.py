@@ -29,9 +29,8 @@ def write_documents(documents: Iterable[Document], folder: Path) -> int:
     schema = pa.schema([(name, pa.large_string()) for name in _FIELDS])
     with pa.ipc.new_stream(str(folder / DOCUMENTS), schema) as writer:
         for batch in _batches(documents, lambda document: len(document.text)):
-            writer.write_batch(
-                pa.record_batch([[getattr(row, name) for row in batch] for name in _FIELDS], schema)
-            )
+            columns = [[getattr(row, name) for row in batch] for name in _FIELDS]
+            writer.write_batch(pa.record_batch(columns, schema))
     return len(read_documents(folder))
 
 
@@ -51,38 +50,29 @@ def save_tokenizer(
     tokenizer_sample: float,
     seed: int,
 ) -> dict:
-    """Makes the corpus's tokenizer and saves it into `folder`.
+    """Makes the corpus's tokenizer, saves it into `folder` for `AutoTokenizer.from_pretrained`, and
+    returns `{"vocabulary", "eos_token_id", "pad_token_id", "learned_from_documents"}`.
 
     Args:
         training: the training documents.
-        folder: for `AutoTokenizer.from_pretrained`.
         tokenizer: "bpe", "characters", or a ready tokenizer's name or folder.
         vocab_size: entries of a BPE.
         tokenizer_sample: the share of the training documents that a BPE is trained on; characters
             are taken from all.
         seed: of the choice of these documents.
-
-    Returns:
-        `{"vocabulary", "eos_token_id", "pad_token_id", "learned_from_documents"}`.
     """
     share = {"bpe": tokenizer_sample, "characters": 1.0}.get(tokenizer, 0.0)
     chosen = choose(training["id"][:], share, seed, "tokenizer")
     texts = iter(training.select(chosen)["text"])
     if tokenizer == "bpe":
         made = train_bpe(texts, vocab_size)
+    elif tokenizer == "characters":
+        made = build_character_tokenizer(texts)
     else:
-        made = (
-            build_character_tokenizer(texts)
-            if tokenizer == "characters"
-            else load_tokenizer(tokenizer)
-        )
+        made = load_tokenizer(tokenizer)
     made.save_pretrained(folder)
-    return {
-        "vocabulary": len(made),
-        "eos_token_id": made.eos_token_id,
-        "pad_token_id": made.pad_token_id,
-        "learned_from_documents": len(chosen),
-    }
+    found = {name: getattr(made, name) for name in ("eos_token_id", "pad_token_id")}
+    return {"vocabulary": len(made), **found, "learned_from_documents": len(chosen)}
 
 
 def pack_rows(
@@ -96,11 +86,10 @@ def pack_rows(
     each document, cut.
 
     Args:
-        documents, tokenizer: the tokenizer has an `eos_token`.
+        tokenizer: has an `eos_token`.
         context: tokens per row; a tail shorter than that is left out.
         counts: receives `documents`, `characters`, `stream_tokens` and `dropped_tail_tokens`.
-        max_tokens: the stream ends after so many; `None`: with the last document.
-    """
+        max_tokens: the stream ends after so many; `None`: with the last document."""
     import numpy as np
     from tqdm.auto import tqdm
 

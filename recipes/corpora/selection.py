@@ -62,18 +62,14 @@ def keep_prose(
     80 characters or more.
     """
     for document in documents:
-        paragraphs = (
-            document.paragraphs if document.paragraphs is not None else document.text.split("\n")
-        )
-        characters = sum(map(len, paragraphs))
-        prose = sum(
-            len(paragraph) for paragraph in paragraphs if len(paragraph) >= PARAGRAPH_CHARACTERS
-        )
+        lines = document.text.split("\n") if document.paragraphs is None else document.paragraphs
+        lengths = [len(line) for line in lines]
+        prose = sum(length for length in lengths if length >= PARAGRAPH_CHARACTERS)
         if host and url_host(document) not in ("", host):
             log.dropped["other host"] += 1
-        elif characters < min_characters:
+        elif sum(lengths) < min_characters:
             log.dropped["too short"] += 1
-        elif prose < PROSE_SHARE * characters:
+        elif prose < PROSE_SHARE * sum(lengths):
             log.dropped["not prose"] += 1
         else:
             yield document
@@ -88,39 +84,28 @@ def drop_near_duplicates(documents: Iterable[Document], log: ReadingLog) -> Iter
     import numpy as np
 
     # the hash functions, not a choice of documents: the same for every seed
-    rng = np.random.default_rng(0)
+    rng, one = np.random.default_rng(0), np.uint64(1)
     # Odd multipliers with a shift are the usual cheap family of hash functions on 64-bit integers.
-    factors = rng.integers(1, 2**63, size=(_BANDS * _ROWS, 1), dtype=np.uint64) * np.uint64(
-        2
-    ) + np.uint64(1)
-    mixers = rng.integers(1, 2**63, size=_SHINGLE_WORDS, dtype=np.uint64) * np.uint64(
-        2
-    ) + np.uint64(1)
+    factors = rng.integers(1, 2**63, size=(_BANDS * _ROWS, 1), dtype=np.uint64) << one | one
+    mixers = rng.integers(1, 2**63, size=_SHINGLE_WORDS, dtype=np.uint64) << one | one
     signatures: list = []
     index: dict[bytes, list[int]] = {}
 
-    def signature_of(text: str) -> tuple:
-        words = np.fromiter(
-            (zlib.crc32(word.encode()) for word in text.lower().split()), dtype=np.uint64
-        )
-        if len(words) < _SHINGLE_WORDS:
-            words = np.pad(words, (0, _SHINGLE_WORDS - len(words)))
+    def signature_of(text: str) -> "np.ndarray":
+        codes = (zlib.crc32(word.encode()) for word in text.lower().split())
+        words = np.fromiter(codes, dtype=np.uint64)
+        words = np.pad(words, (0, max(0, _SHINGLE_WORDS - len(words))))
         length = len(words) - _SHINGLE_WORDS + 1
         shingles = sum(words[i : i + length] * mixers[i] for i in range(_SHINGLE_WORDS))
         shingles ^= shingles >> np.uint64(29)
-        signature = ((shingles[None, :] * factors) >> np.uint64(32)).min(axis=1).astype(np.uint32)
-        keys = [
-            bytes([band]) + signature[band * _ROWS : (band + 1) * _ROWS].tobytes()
-            for band in range(_BANDS)
-        ]
-        return signature, keys
+        return ((shingles[None, :] * factors) >> np.uint64(32)).min(axis=1).astype(np.uint32)
 
     for document in documents:
-        signature, keys = signature_of(document.text)
+        signature = signature_of(document.text)
+        bands = enumerate(signature.reshape(_BANDS, _ROWS))
+        keys = [bytes([number]) + band.tobytes() for number, band in bands]
         candidates = {number for key in keys for number in index.get(key, ())}
-        if any(
-            (signatures[number] == signature).mean() >= _NEAR_DUPLICATE for number in candidates
-        ):
+        if any((signatures[each] == signature).mean() >= _NEAR_DUPLICATE for each in candidates):
             log.dropped["near-duplicate"] += 1
             continue
         for key in keys:

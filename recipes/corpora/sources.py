@@ -37,23 +37,18 @@ _KNOWN = sum(_SUFFIXES.values(), ())
 
 def corpus_documents(options: CorpusOptions, log: ReadingLog | None = None) -> Iterator[Document]:
     """Yields the documents that the options ask for, in a fixed order: read one file at a time,
-    filtered, sampled, limited.
+    filtered, sampled, limited. `log` is filled meanwhile.
 
     The prose filter removes near-duplicates too. The fraction is taken of what the filters leave.
 
-    Args:
-        log: filled while the documents are read.
-
-    Raises:
-        UserError: the source is missing or empty, or a file is damaged.
+    Raises UserError where the source is missing or empty, or a file is damaged.
     """
     log = ReadingLog() if log is None else log
     documents = keep_distinct(_read(options, log), log, options.drop_duplicates)
     if options.prose_filter:
         host = None if options.prose_host == "any" else options.prose_host
-        documents = keep_prose(
-            documents, log, host=host, min_characters=options.prose_min_characters
-        )
+        least = options.prose_min_characters
+        documents = keep_prose(documents, log, host=host, min_characters=least)
         documents = drop_near_duplicates(documents, log)
     if options.fraction < 1:
         documents = keep_fraction(documents, options.fraction, options.seed, log)
@@ -67,18 +62,14 @@ def _read(options: CorpusOptions, log: ReadingLog) -> Iterator[Document]:
     if path.is_file() or path.is_dir():
         files, kind = _choose_files(path, log)
         return _read_files(files, path, kind, options, log)
-    if (
-        path.exists()
-        or inner_suffix(path) in _KNOWN
-        or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source)
-    ):
+    is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source)
+    if path.exists() or inner_suffix(path) in _KNOWN or not is_name:
         raise UserError(
             f"--source: there is no file or folder {source}; give an existing path, the name of a "
             "dataset on the Hub, or 'biographies'"
         )
-    return _row_documents(
-        _dataset_rows(options, "hub", source), options, f"--source {source}: row", ""
-    )
+    rows = _dataset_rows(options, "hub", source)
+    return _row_documents(rows, options, f"--source {source}: row", "")
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -91,12 +82,10 @@ def _choose_files(path: Path, log: ReadingLog) -> tuple[list[Path], str]:
     Raises UserError for a file of an unknown suffix, and for a folder without files of a kind, or
     of several.
     """
-    present = source_files(str(path))
-    by_kind = {
-        kind: [file for file in present if inner_suffix(file) in ends]
-        for kind, ends in _SUFFIXES.items()
-    }
-    by_kind = {kind: found for kind, found in by_kind.items() if found}
+    present, by_kind = source_files(str(path)), {}
+    for kind, ends in _SUFFIXES.items():
+        if found := [file for file in present if inner_suffix(file) in ends]:
+            by_kind[kind] = found
     if len(by_kind) > 1:
         by_kind.pop("markdown", None)  # often a README beside the data
     if path.is_file() and not inner_suffix(path):
@@ -108,9 +97,8 @@ def _choose_files(path: Path, log: ReadingLog) -> tuple[list[Path], str]:
             f"got {found}: rename or move the others"
         )
     ((kind, files),) = by_kind.items()
-    log.left_out.update(
-        inner_suffix(file) or file.name for file in sorted(set(present).difference(files))
-    )
+    others = sorted(set(present).difference(files))
+    log.left_out.update(inner_suffix(file) or file.name for file in others)
     return files, kind
 
 
@@ -145,11 +133,8 @@ def _text_documents(text: str, path: Path, name: str, unit: str) -> list[Documen
         return [Document(text, name, path.stem, name)]
     text = with_unix_ends(text)
     pieces = text.split("\n") if unit == "line" else re.split(r"\n[ \t]*\n\s*", text)
-    numbered = enumerate(filter(str.strip, pieces), start=1)
-    return [
-        Document(piece, f"{name}:{number}", f"{path.stem} {number}", name)
-        for number, piece in numbered
-    ]
+    found = enumerate(filter(str.strip, pieces), start=1)
+    return [Document(piece, f"{name}:{n}", f"{path.stem} {n}", name) for n, piece in found]
 
 
 def _json_rows(text: str, path: Path) -> list[tuple[int, object]]:
@@ -158,40 +143,32 @@ def _json_rows(text: str, path: Path) -> list[tuple[int, object]]:
         whole = json.loads(text)
         return list(enumerate(whole if isinstance(whole, list) else [whole], start=1))
     except (ValueError, RecursionError):  # several values
-        lines = [
-            (number, line)
-            for number, line in enumerate(with_unix_ends(text).split("\n"), start=1)
-            if line.strip()
-        ]
-    rows = []
+        rows, lines = [], enumerate(with_unix_ends(text).split("\n"), start=1)
     for number, line in lines:
         try:
-            rows.append((number, json.loads(line)))
+            rows += [(number, json.loads(line))] if line.strip() else []
         except (ValueError, RecursionError) as error:
-            raise UserError(
-                f"{path}: row {number} is not valid JSON ({one_line(error)})"
-            ) from error
+            what = f"row {number} is not valid JSON ({one_line(error)})"
+            raise UserError(f"{path}: {what}") from error
     return rows
 
 
 def _csv_rows(text: str, path: Path, kind: str) -> Iterator[tuple[int, dict]]:
     """The rows below the header, from 1; every cell is text."""
     csv.field_size_limit(2**31 - 1)  # more than the text of a file
-    reader = csv.DictReader(
-        io.StringIO(text, newline=""), delimiter="," if kind == "csv" else "\t", strict=True
-    )
+    lines, delimiter = io.StringIO(text, newline=""), "," if kind == "csv" else "\t"
+    reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
     try:
         for number, row in enumerate(reader, start=1):
             if None in row or None in row.values():  # so csv marks them
                 raise UserError(
-                    f"{path}: row {number} has more or fewer cells than the header; "
-                    "quote or repair them"
+                    f"{path}: row {number} has more or fewer cells than the header; quote or "
+                    "repair them"
                 )
             yield number, row
     except csv.Error as error:
-        raise UserError(
-            f"{path}: line {reader.reader.line_num} is not valid CSV ({error})"
-        ) from error
+        place = f"line {reader.reader.line_num}"
+        raise UserError(f"{path}: {place} is not valid CSV ({error})") from error
 
 
 def _dataset_rows(options: CorpusOptions, kind: str, source: str) -> Iterator[tuple[int, dict]]:
@@ -202,26 +179,19 @@ def _dataset_rows(options: CorpusOptions, kind: str, source: str) -> Iterator[tu
     # what it reports is in the error below
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     if kind == "hub":
-        what, remedy, name = (
-            "the dataset",
-            ("check --dataset_config, --dataset_split and --revision"),
-            source,
-        )
-        how = {
-            "name": options.dataset_config,
-            "revision": options.revision,
-            "split": options.dataset_split,
-        }
+        name, what = source, "the dataset"
+        remedy = "check --dataset_config, --dataset_split and --revision"
+        how = {"name": options.dataset_config, "revision": options.revision}
+        how["split"] = options.dataset_split
     else:  # its rows would come in groups as in the file, and the first may have none
-        what, remedy, name = "the parquet file", "replace it", kind
+        name, what, remedy = kind, "the parquet file", "replace it"
         how = {"data_files": glob.escape(source), "split": "train", "batch_size": 1000}
     try:
         rows = datasets.load_dataset(name, streaming=True, **how)
         yield from enumerate(tqdm(rows, desc="reading", unit="row", disable=kind != "hub"), start=1)
     except Exception as error:  # of damaged files, datasets and its readers raise almost anything
-        raise UserError(
-            f"{source}: {what} cannot be read ({one_line(error)[:300]}); {remedy}"
-        ) from error
+        reason = one_line(error)[:300]
+        raise UserError(f"{source}: {what} cannot be read ({reason}); {remedy}") from error
 
 
 def _row_documents(

@@ -51,11 +51,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase
 def _without_long_words(text: str) -> Iterator[str]:
     """The text in pieces, in which neither a word nor white space is longer than `LONGEST_WORD`;
     mostly in one piece."""
-    begin = 0
-    if max(map(len, text.split()), default=0) > LONGEST_WORD or re.search(
-        rf"\s{{{LONGEST_WORD}}}", text
-    ):
-        for stretch in re.finditer(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}", text):
+    begin, long_space = 0, rf"\s{{{LONGEST_WORD}}}"
+    if max(map(len, text.split()), default=0) > LONGEST_WORD or re.search(long_space, text):
+        for stretch in re.finditer(rf"\S{{{LONGEST_WORD}}}|{long_space}", text):
             yield text[begin : stretch.end()]
             begin = stretch.end()
     yield text[begin:]
@@ -69,10 +67,8 @@ def build_character_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerBase"
     """
     from tokenizers import Tokenizer, decoders, models
 
-    characters = sorted(set(itertools.chain.from_iterable(texts)))
-    vocabulary = {
-        token: number for number, token in enumerate([END_OF_TEXT, PADDING, UNKNOWN, *characters])
-    }
+    tokens = [END_OF_TEXT, PADDING, UNKNOWN, *sorted(set(itertools.chain.from_iterable(texts)))]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     # A BPE without merges splits into characters and, unlike WordLevel, needs no regular expression
     # to do so.
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN, fuse_unk=False))
@@ -124,22 +120,15 @@ def encode_texts(
     import numpy as np
     from tqdm import tqdm
 
-    how = {
-        "add_special_tokens": False,
-        "split_special_tokens": split_special_tokens,
-        "verbose": False,
-    }
-    encoded = tokenizer(list(texts), return_attention_mask=False, **how)["input_ids"]
-    if any(tokenizer.unk_token_id in ids for ids in encoded) and not vars(tokenizer).get(
-        "unknown_was_said"
-    ):
+    how = {"add_special_tokens": False, "verbose": False, "return_attention_mask": False}
+    how["split_special_tokens"] = split_special_tokens
+    encoded = tokenizer(list(texts), **how)["input_ids"]
+    unknown = tokenizer.unk_token_id
+    if any(unknown in ids for ids in encoded) and not vars(tokenizer).get("unknown_was_said"):
         tokenizer.unknown_was_said = True
         if int(os.environ.get("RANK", 0)) == 0:
-            tqdm.write(
-                f"the tokenizer does not know all of the text: {tokenizer.unk_token} "
-                "stands for the rest",
-                sys.stderr,
-            )
+            said = f"the tokenizer does not know all of the text: {tokenizer.unk_token}"
+            tqdm.write(f"{said} stands for the rest", sys.stderr)
     return [np.asarray(ids, dtype=np.int64) for ids in encoded]
 
 

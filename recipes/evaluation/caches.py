@@ -18,11 +18,11 @@ from hf_infini.ops.keeping import SCORES
 from hf_infini.options import KEEP_SCORES, key_heads
 from recall import tasks
 from support.markdown import markdown_table
+from support.rows import RowReader
 
 from .bootstrap import difference_interval, mean_interval
 from .inference import check_length, gates_closed
-from .losses import stream_losses
-from .perplexity import text_rows
+from .perplexity import losses_of, text_rows
 from .texts import generated_texts
 
 # of the others the model stays as it is
@@ -42,11 +42,8 @@ def memory_options(way: str, cache: int, window: int = WINDOW, segments: int = S
     if way == "window":
         return options | window_of(room, SINKS + 1, LONGEST_SEGMENT)
     length = min(window, cache // 2) // segments
-    options |= {
-        "segment_length": length,
-        "local_segments": segments - 1,
-        "kept_tokens": room - segments * length,
-    }
+    options |= {"segment_length": length, "local_segments": segments - 1}
+    options |= {"kept_tokens": room - segments * length}
     return options | {"keep_score": "learned" if way == "random" else way}
 
 
@@ -54,20 +51,14 @@ def window_of(tokens: int, shortest: int, longest: int) -> dict:
     """Segments of a window of as many tokens as fit, at most `tokens`: of those that fill it best
     the longest."""
     longest = min(longest, tokens)
-    length = min(
-        range(max(shortest, longest // 2), longest + 1), key=lambda size: (tokens % size, -size)
-    )
+    lengths = range(max(shortest, longest // 2), longest + 1)
+    length = min(lengths, key=lambda size: (tokens % size, -size))
     return {"segment_length": length, "local_segments": tokens // length - 1}
 
 
 @contextlib.contextmanager
 def bounded(
-    model,
-    adapter: str | None,
-    way: str,
-    cache: int | None,
-    window: int = WINDOW,
-    segments: int = SEGMENTS,
+    model, adapter: str | None, way: str, cache: int | None, window=WINDOW, segments=SEGMENTS
 ) -> Iterator[None]:
     """Within it, a plain model has the cache of a way; in the end it is the plain model again.
 
@@ -85,12 +76,11 @@ def bounded(
         raise UserError(
             f"{way}, --caches {cache} --window {window} --segments {segments}: {error}"
         ) from error
-    generator = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(0)
 
     def drawn(inputs: torch.Tensor, heads: int) -> torch.Tensor:
-        return torch.rand(inputs.shape[0], heads, inputs.shape[1], generator=generator).to(
-            inputs.device
-        )
+        shape = inputs.shape[0], heads, inputs.shape[1]
+        return torch.rand(shape, generator=draw).to(inputs.device)
 
     try:
         if way in LEARNED:
@@ -127,16 +117,11 @@ def parts_of(config) -> list[dict]:
     config = config.get_text_config(decoder=True)
     if not getattr(config, "infini_layers", ()):
         raise UserError(
-            "--attribute: --model has no memory; give one that has, or the --adapter "
-            "that gives it one"
+            "--attribute: --model has no memory; give one that has, or the --adapter that gives it "
+            "one"
         )
-    ways = [
-        WHOLE,
-        NO_MEMORY,
-        *([NO_KEPT, ONLY_WINDOW] if config.kept_tokens else []),
-        LONGER_WINDOW,
-    ]
-    return [{"way": way, "cache": None} for way in ways]
+    kept = [NO_KEPT, ONLY_WINDOW] if config.kept_tokens else []
+    return [{"way": way, "cache": None} for way in (WHOLE, NO_MEMORY, *kept, LONGER_WINDOW)]
 
 
 @contextlib.contextmanager
@@ -163,12 +148,9 @@ def window_of_equal_bytes(config) -> dict:
     config = copy.deepcopy(config)
     config.dtype = torch.bfloat16
     heads, *widths = key_heads(config)
-    tokens = (
-        cache_bytes(config)
-        // len(config.infini_layers)
-        // (heads * sum(widths) * config.dtype.itemsize)
-    )
-    return window_of(tokens - config.sink_tokens, config.sink_tokens + 1, config.segment_length)
+    of_token = len(config.infini_layers) * heads * sum(widths) * config.dtype.itemsize
+    room = cache_bytes(config) // of_token - config.sink_tokens
+    return window_of(room, config.sink_tokens + 1, config.segment_length)
 
 
 # --- what is measured -----------------------------------------------------------------------------
@@ -177,40 +159,27 @@ def window_of_equal_bytes(config) -> dict:
 def nats(runner: tasks.Runner, texts: list[str]) -> dict:
     """Of each row the summed losses (nats) and counted tokens, `by_position` (from 2^k on) and
     `beyond` --count_from."""
-    from tqdm import tqdm
-
-    options, model = runner.options, runner.model
-    check_length(model.config, options.length)
-    rows = [
-        row
-        for row, _ in text_rows(runner.tokenizer, texts, options.length)
-        if len(row) == options.length
-    ]
+    options, length = runner.options, runner.options.length
+    check_length(runner.model.config, length)
+    rows = text_rows(runner.tokenizer, texts, length)
+    rows = [row for row in rows if len(row[0]) == length]
     if not rows:
         raise UserError(
-            f"the texts have no row of --length {options.length:,} tokens: give more "
-            "text, or a shorter length"
+            f"the texts have no row of --length {length:,} tokens: give more text, or a shorter "
+            "length"
         )
-    step = max(1, len(rows) // options.rows)  # rows from everywhere in the texts
-    ids = torch.stack([torch.as_tensor(row).long() for row in rows[::step][: options.rows]])
-    losses = torch.zeros(ids.shape, dtype=torch.double)
-    with tqdm(total=ids.numel(), unit="token", unit_scale=True, leave=False) as bar:
-        for part, into in zip(
-            ids.split(options.batch_size), losses.split(options.batch_size), strict=True
-        ):
-            for first, found, _ in stream_losses(model, part, chunk=options.chunk):
-                into[:, first : first + found.shape[1]] = found.cpu()
-                bar.update(found.numel())
-    parts = {
-        str(2**power): losses[:, 2**power : 2 ** (power + 1)]
-        for power in range((options.length - 1).bit_length())
-    }
-    by_position = {begin: part.sum(1).tolist() for begin, part in parts.items()}
-    counts = {begin: part.shape[1] for begin, part in parts.items()}
+    # rows from everywhere in the texts
+    rows = rows[:: max(1, len(rows) // options.rows)][: options.rows]
+    losses = torch.zeros(len(rows), length, dtype=torch.double)
+    measured = losses_of(runner.model, rows, RowReader(()), options.chunk, options.batch_size)
+    for batch, first, found, _ in measured:
+        losses[batch, first : first + found.shape[1]] = found.double().cpu()
+    begins = [2**power for power in range((length - 1).bit_length())]
+    parts = {str(begin): losses[:, begin : 2 * begin] for begin in begins}
     beyond = losses[:, options.count_from :]
     return {
-        "by_position": by_position,
-        "counts": counts,
+        "by_position": {begin: part.sum(1).tolist() for begin, part in parts.items()},
+        "counts": {begin: part.shape[1] for begin, part in parts.items()},
         "beyond": beyond.sum(1).tolist(),
         "beyond_count": beyond.shape[1],
     }
@@ -236,70 +205,47 @@ def summarize_nats(contestants: list[dict]) -> list[dict]:
     """Of each contestant `mean`, `above` the first (paired) and `closed`, the share of the gap
     between the smallest window and the plain model that it closes (`None` without these two), as
     [`bootstrap.Interval`]s but for the last."""
-    counts = [[each["beyond_count"]] * len(each["beyond"]) for each in contestants]
-    means = [
-        mean_interval(each["beyond"], count)
-        for each, count in zip(contestants, counts, strict=True)
+    columns = [
+        (each["beyond"], [each["beyond_count"]] * len(each["beyond"])) for each in contestants
     ]
-    windows = [
-        (each["cache"], mean.value)
+    means = [mean_interval(*column) for column in columns]
+    found = [
+        (each["way"], each["cache"], mean.value)
         for each, mean in zip(contestants, means, strict=True)
-        if each["way"] == "window"
     ]
-    plain = next(
-        (
-            mean.value
-            for each, mean in zip(contestants, means, strict=True)
-            if each["way"] == "plain"
-        ),
-        None,
-    )
-    found = []
-    for each, count, mean in zip(contestants, counts, means, strict=True):
-        above = difference_interval(each["beyond"], count, contestants[0]["beyond"], counts[0])
-        closed = (
-            None
-            if plain is None or not windows
-            else (min(windows)[1] - mean.value) / (min(windows)[1] - plain)
-        )
-        found.append({"mean": mean, "above": above, "closed": closed})
-    return found
+    windows = [(cache, value) for way, cache, value in found if way == "window"]
+    plain = [value for way, _, value in found if way == "plain"]
+    summaries = []
+    for column, mean in zip(columns, means, strict=True):
+        closed = None
+        if plain and windows:
+            widest = min(windows)[1]
+            closed = (widest - mean.value) / (widest - plain[0])
+        above = difference_interval(*column, *columns[0])
+        summaries.append({"mean": mean, "above": above, "closed": closed})
+    return summaries
 
 
 def name_of(contestant: dict) -> str:
-    return (
-        contestant["way"]
-        if contestant["cache"] is None
-        else (f"{contestant['way']}, {contestant['cache']:,}")
-    )
+    way, cache = contestant["way"], contestant["cache"]
+    return way if cache is None else f"{way}, {cache:,}"
 
 
 def nats_table(contestants: list[dict]) -> str:
     """Nats beyond --count_from, and by position."""
-    first = contestants[0]
+    first, rows, summaries = contestants[0], [], summarize_nats(contestants)
+    gap = [] if summaries[0]["closed"] is None else ["gap closed"]
     begins = [begin for begin in first["by_position"] if int(begin) >= 256]
-    rows = []
-    for each, found in zip(contestants, summarize_nats(contestants), strict=True):
-        mean, above, closed = found["mean"], found["above"], found["closed"]
-        places = [
-            sum(each["by_position"][begin]) / len(each["beyond"]) / each["counts"][begin]
-            for begin in begins
-        ]
-        rows.append(
-            [
-                name_of(each),
-                f"{mean.value:.3f} ({mean.low:.3f} to {mean.high:.3f})",
-                f"{above.value:+.3f} ({above.low:+.3f} to {above.high:+.3f})",
-                *([] if closed is None else [f"{closed:.0%}"]),
-                *(f"{place:.3f}" for place in places),
-            ]
-        )
-    header = [
-        _first_column(first),
-        "nats",
-        f"above {name_of(first)}",
-        *([] if closed is None else ["gap closed"]),
-    ]
+    for each, found in zip(contestants, summaries, strict=True):
+        mean, above = found["mean"], found["above"]
+        row = [name_of(each), f"{mean.value:.3f} ({mean.low:.3f} to {mean.high:.3f})"]
+        row += [f"{above.value:+.3f} ({above.low:+.3f} to {above.high:+.3f})"]
+        row += [f"{found['closed']:.0%}" for _ in gap]
+        for begin in begins:
+            tokens = len(each["beyond"]) * each["counts"][begin]
+            row.append(f"{sum(each['by_position'][begin]) / tokens:.3f}")
+        rows.append(row)
+    header = [_first_column(first), "nats", f"above {name_of(first)}", *gap]
     header += [f"from {int(begin):,}" for begin in begins]
     return markdown_table(header, rows, left=1)
 
@@ -309,7 +255,7 @@ def shares_table(contestants: list[dict]) -> str:
     rows = [
         [name_of(each), *(_share(cell) for cell in pooled(each["cells"]))] for each in contestants
     ]
-    places = [f"{place:,}" for place in (cell["place"] for cell in pooled(contestants[0]["cells"]))]
+    places = [f"{cell['place']:,}" for cell in pooled(contestants[0]["cells"])]
     return markdown_table([_first_column(contestants[0]), *places], rows, left=1)
 
 
@@ -329,15 +275,8 @@ def pooled(cells: list[dict]) -> list[dict]:
             sum(cell.get(name, 0) for cell in own) for name in ("correct", "samples")
         )
         low, high = tasks.wilson_interval(correct, samples) if samples else (None, None)
-        found.append(
-            {
-                "place": place,
-                "correct": correct,
-                "samples": samples or None,
-                "low": low,
-                "high": high,
-            }
-        )
+        counts = {"correct": correct, "samples": samples or None, "low": low, "high": high}
+        found.append({"place": place, **counts})
     return found
 
 

@@ -9,11 +9,12 @@ import torch
 
 from cli import UserError, one_line
 from cli.names import check_name
+from corpora.tokenization import encode_texts
 from hf_infini.compat.cache_name import CACHE, cache_of
 from hf_infini.layers.memory_layer import gates_of
-from hf_infini.models.adapter import load_adapter, merged
-from hf_infini.models.loading import load_causal_lm, load_tokenizer, with_finite_weights
+from hf_infini.models.loading import load_causal_lm, with_finite_weights
 from hf_infini.options import context_limit
+from hf_infini.tools.ready import adapted, load_saved
 from support.measurement import keep_freed_memory
 from support.stages import check_unchanged
 
@@ -27,30 +28,22 @@ def load_model(
         device: a torch device, or "auto" for the GPU where there is one.
         adapter: folder or Hub name of one that is put on the model, its LoRA added to the weights;
             `None`: none.
-        precision: "float32", or "bf16" for weights and calculations in bfloat16, as models are
-            served.
+        precision: of weights and calculations, "float32" or "bf16".
 
-    Raises UserError when there is no such model, adapter or device, a file is damaged, or a weight
-    is not finite.
+    Raises an error that names what is wrong when there is no such model, adapter or device, a file
+    is damaged, or a weight is not finite.
     """
     check_name("--model", name)
     if adapter is not None:
         check_name("--adapter", adapter)
     device = usable_device(device)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model = read_model("--model", name, dtype=dtype)
-    try:
-        tokenizer = load_tokenizer(name, model)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model: cannot load {name}: {one_line(error)}") from error
-    try:
-        if adapter is not None:
-            model = with_finite_weights(merged(load_adapter(model, adapter)), adapter)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--adapter: {error}") from error
+    check_unchanged(Path(name))
+    model, tokenizer = load_saved(name, device, "bfloat16" if precision == "bf16" else precision)
+    if adapter is not None:
+        model = with_finite_weights(adapted(model, adapter, None), adapter).to(device)
     if device == "cpu":
         keep_freed_memory()
-    return model.eval().to(device), tokenizer
+    return model.eval(), tokenizer
 
 
 def read_model(option: str, path: str | Path, **options):
@@ -126,6 +119,39 @@ def read_in_chunks(model, ids: torch.Tensor, chunk: int):
     for piece in ids.split(chunk, dim=1):
         cache = cache_of(model(input_ids=piece, use_cache=True, logits_to_keep=1, **{CACHE: cache}))
     return cache
+
+
+def continue_texts(model, tokenizer, prompts: list[str], **arguments) -> list[tuple[str, int]]:
+    """What a model goes on with after each of the prompts, which it reads as one batch, and the
+    number of new tokens.
+
+    Args:
+        prompts: an empty one is the beginning of a text, after the end of another.
+        arguments: of `generate`; beams and the like of the model's own generation config are not
+            used.
+
+    Raises UserError where prompt and new tokens are more than the model's positions, or the
+    tokenizer has no end-of-text token.
+    """
+    # any will do, as padding is never looked at
+    tokenizer.padding_side, end = "left", tokenizer.eos_token_id
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    if tokenizer.pad_token is None or end is None:
+        raise UserError("the model's tokenizer has no end-of-text token (eos_token): give it one")
+    ids = encode_texts(tokenizer, prompts, split_special_tokens=False)
+    rows = {"input_ids": [row.tolist() or [end] for row in ids]}
+    inputs = tokenizer.pad(rows, return_tensors="pt").to(model.device)
+    length = inputs["input_ids"].shape[1]
+    check_length(model.config, length + arguments["max_new_tokens"])
+    own = {"use_cache": True, "num_beams": 1, "num_return_sequences": 1}
+    output = model.generate(**inputs, pad_token_id=tokenizer.pad_token_id, **own | arguments)
+    return [
+        (
+            tokenizer.decode(row, skip_special_tokens=True),
+            int((row != tokenizer.pad_token_id).sum()),
+        )
+        for row in output[:, length:]
+    ]
 
 
 def switch_memory_off(model) -> None:

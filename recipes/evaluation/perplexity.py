@@ -5,13 +5,15 @@ A row is `(tokens, labels)`, two integer arrays of one length: the labels are th
 where one is not counted.
 """
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
     Row = tuple[np.ndarray, np.ndarray]
 
@@ -44,44 +46,50 @@ def text_rows(
     return _enough(rows, max_tokens)
 
 
-def measure_perplexity(model, rows: "Sequence[Row]", reader, chunk: int, batch_size: int) -> dict:
-    """`cross_entropy`, `perplexity`, `tokens`, `by_position` and `tokens_per_second` of rows of any
-    lengths.
+def losses_of(
+    model, rows: "Sequence[Row]", reader, chunk: int | None, batch_size: int
+) -> "Iterator[tuple[list[int], int, torch.Tensor, torch.Tensor]]":
+    """The losses of rows of any lengths, `batch_size` of about one length at a time, with a bar.
+    Yields the places of a batch in `rows`, and what [`stream_losses`] yields of it.
 
     Args:
         model: a causal language model in evaluation mode.
         reader: the [`support.rows.RowReader`] that makes inputs of them.
-        chunk: tokens per call of the model in rows longer than this.
-        batch_size: rows per call.
+        chunk: tokens per call of the model in rows longer than this; `None`: all of a row.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
     from tqdm import tqdm
 
-    from .losses import LossByPosition, stream_losses
+    from .losses import stream_losses
 
-    positions = LossByPosition()
-    # A batch's rows are then about as long, and too little memory shows at once
-    rows = sorted(rows, key=lambda row: len(row[0]), reverse=True)
-    batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    started = time.perf_counter()
-    with tqdm(
-        total=sum(len(batch) * len(batch[0][0]) for batch in batches), unit="token", unit_scale=True
-    ) as bar:
+    # The longest first: too little memory shows at once
+    order = sorted(range(len(rows)), key=lambda number: len(rows[number][0]), reverse=True)
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    total = sum(len(batch) * len(rows[batch[0]][0]) for batch in batches)
+    with tqdm(total=total, desc="losses", unit="token", unit_scale=True, leave=False) as bar:
         for batch in batches:
+            columns = {}
             # Padding stands on the right, where a causal model's other tokens do not see it
-            columns = {
-                name: pad_sequence(
-                    [torch.as_tensor(row[place]).long() for row in batch], True, padding
-                )
-                for place, (name, padding) in enumerate((("input_ids", 0), ("labels", -100)))
-            }
+            for place, (name, padding) in enumerate((("input_ids", 0), ("labels", -100))):
+                column = [torch.as_tensor(rows[number][place]).long() for number in batch]
+                columns[name] = pad_sequence(column, True, padding)
             for first, losses, targets in stream_losses(model, **reader(columns), chunk=chunk):
-                positions.add(first, losses, targets)
-                bar.update(min(targets.numel(), bar.total - bar.n))
-    seconds = time.perf_counter() - started
-    speed = round(sum(len(row[0]) for row in rows) / seconds, 1)
-    return {**positions.total(), "by_position": positions.table(), "tokens_per_second": speed}
+                yield batch, first, losses, targets
+                bar.update(min(targets.numel(), total - bar.n))
+
+
+def measure_perplexity(model, rows: "Sequence[Row]", reader, chunk: int, batch_size: int) -> dict:
+    """`cross_entropy`, `perplexity`, `tokens`, `by_position` and `tokens_per_second` of rows;
+    arguments as of [`losses_of`]."""
+    from .losses import LossByPosition
+
+    positions, started = LossByPosition(), time.perf_counter()
+    for _, *found in losses_of(model, rows, reader, chunk, batch_size):
+        positions.add(*found)
+    speed = sum(len(row[0]) for row in rows) / (time.perf_counter() - started)
+    found = {**positions.total(), "by_position": positions.table()}
+    return {**found, "tokens_per_second": round(speed, 1)}
 
 
 def positions_table(found: dict) -> str:
@@ -97,10 +105,5 @@ def positions_table(found: dict) -> str:
 
 
 def _enough(rows: "list[Row]", max_tokens: int | None) -> "list[Row]":
-    if max_tokens is not None:
-        total = 0
-        for number, (tokens, _) in enumerate(rows, start=1):
-            total += len(tokens)
-            if total >= max_tokens:
-                return rows[:number]
-    return rows
+    totals = itertools.accumulate(len(tokens) for tokens, _ in rows)
+    return rows[: 1 + sum(max_tokens is None or total < max_tokens for total in totals)]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cli import UserError, one_line
-from hf_infini.tools.reader import PLAIN_TEMPLATE
+from hf_infini.tools.reader import PLAIN_TEMPLATE, term_numbers
 
 ASKED = {
     "en": {
@@ -55,10 +55,13 @@ class Document:
 @dataclass
 class Question:
     """A question as a model reads it: `text`, what is asked; `ids` `[tokens]`, of all behind the
-    document up to where the answer begins."""
+    document up to where the answer begins; `words` `[tokens]`, of the text, and `terms`
+    `[vocabulary]`, which of them are the same to a recall."""
 
     text: str
     ids: Tensor
+    words: Tensor
+    terms: Tensor
 
 
 class Prompter:
@@ -73,6 +76,7 @@ class Prompter:
         if not tokenizer.is_fast:
             raise UserError("--model: its tokenizer is not fast, and cannot say where tokens are")
         self.tokenizer, self.chat = tokenizer, chat and bool(tokenizer.chat_template)
+        self.terms = term_numbers(tokenizer)
         text, asked = uuid.uuid4().hex, uuid.uuid4().hex
         how = {} if self.chat else {"chat_template": PLAIN_TEMPLATE}
         turn = {"role": "user", "content": f"{text}\n\n{asked}"}
@@ -108,8 +112,9 @@ class Prompter:
         asked = prepared["question"].strip()
         asked += "" if asked[-1] in ".?!:”\"'" else "?"
         text = ASKED[language][prepared["kind"]].format(asked)
-        ids = self._encode(self.before + text + self.after)
-        return Question(prepared["question"], torch.tensor(ids, dtype=torch.long))
+        texts = self.before + text + self.after, prepared["question"]
+        ids, words = (torch.tensor(self._encode(each), dtype=torch.long) for each in texts)
+        return Question(prepared["question"], ids, words, self.terms)
 
     def answer(self, text: str) -> Tensor:
         """The ids of an answer, `[tokens]`, as it goes on behind the question."""

@@ -19,9 +19,10 @@ from cli import UserError
 from hf_infini import InfiniCache
 from hf_infini.compat.cache_name import CACHE
 from hf_infini.models.adapter import read_record
+from hf_infini.models.structure import decoder_of
 from support.measurement import cache_bytes
 
-from .caches import bounded
+from .caches import LEARNED, bounded
 from .inference import read_in_chunks
 from .presses import press_of
 from .prompts import Document, Question
@@ -99,15 +100,17 @@ class Way:
 class Bounded(Way):
     """A window with sinks, and kept tokens beside it where `kept`: caches of constant size."""
 
-    own_positions, kept = False, False
+    own_positions = False
+
+    def score(self) -> str:
+        """The way of recipes/evaluation/caches.py."""
+        return "window"
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        own, way = self.options, "window"
-        if self.kept:
-            known = read_record(own.adapter)["options"] if own.adapter else {}
-            way = own.keep_score or known.get("keep_score") or "attention"
-        with bounded(self.model, own.adapter, way, own.tokens, own.window, own.segments):
+        own, way = self.options, self.score()
+        adapter = own.adapter if way in LEARNED else None
+        with bounded(self.model, adapter, way, own.tokens, own.window, own.segments):
             yield
 
     def held(self, cache: InfiniCache, document: Document) -> Tensor:
@@ -129,7 +132,27 @@ class Bounded(Way):
 class Kept(Bounded):
     """Tokens kept by the scores of the adapter, or by a keep score that needs none."""
 
-    kept = True
+    def score(self) -> str:
+        known = read_record(self.options.adapter)["options"] if self.options.adapter else {}
+        return self.options.keep_score or known.get("keep_score") or "attention"
+
+
+class Recalled(Bounded):
+    """A window and the latest tokens, in whose places each question puts what it recalls from an
+    archive of all tokens."""
+
+    def score(self) -> str:
+        return "recent"
+
+    def read(self, document: Document) -> InfiniCache:
+        cache = InfiniCache(self.model.config, archive=True)
+        with torch.inference_mode():
+            for piece in document.ids[None].to(self.model.device).split(self.options.chunk, 1):
+                decoder_of(self.model)(input_ids=piece, use_cache=True, **{CACHE: cache})
+        return cache
+
+    def asked(self, reading: InfiniCache, question: Question) -> InfiniCache:
+        return reading.recall(question.words, terms=question.terms)
 
 
 class Retrieved(Way):
@@ -242,6 +265,7 @@ WAYS = {
     "plain": Way,
     "window": Bounded,
     "kept": Kept,
+    "recall": Recalled,
     "bm25": Retrieved,
     "quantized": Quantized,
     **dict.fromkeys(("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention"), Pressed),

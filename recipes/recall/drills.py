@@ -28,22 +28,17 @@ def codes_row(
     Raises [`DoesNotFit`] when not even one code and its question fit.
     """
     names.seed_instance(rng.getrandbits(64))
-    people = set()
-    most = max(1, length // TOKENS_PER_CODE)
+    people, codes, most = set(), {}, max(1, length // TOKENS_PER_CODE)
     wanted = rng.randint(min(2, most), most)
     while len(people) < wanted:
         people.add(names.first_name())
-    codes = {}
     for name in sorted(people):
-        codes[name] = (
-            f"{rng.randrange(100_000):05d}" if rng.random() < 0.5 else names.last_name().split()[-1]
-        )
+        surname = rng.random() >= 0.5
+        codes[name] = names.last_name().split()[-1] if surname else f"{rng.randrange(100_000):05d}"
     statements = [WORDING[language]["code"].format(name=name) for name in codes]
-    pieces = encode([".", *statements, *(f" {code}" for code in codes.values())])
-    stop, sentences = (
-        pieces[0],
-        dict(zip(codes, zip(pieces[1:], pieces[1 + len(codes) :], strict=False), strict=False)),
-    )
+    stop, *pieces = encode([".", *statements, *(f" {code}" for code in codes.values())])
+    pairs = zip(pieces[: len(codes)], pieces[len(codes) :], strict=True)
+    sentences = dict(zip(codes, pairs, strict=True))
 
     document, stated, questions = Document(), {}, []
     for name in rng.sample(list(codes), len(codes)):
@@ -69,13 +64,7 @@ def echo_row(
     rng: random.Random, decode: Callable[..., str], filler: Filler, length: int
 ) -> Example:
     """Real text in which pieces of 8 to 24 tokens come again, about as often as new ones of 10 to
-    50.
-
-    An answer is an echo from its third token on.
-
-    Args:
-        decode: token ids to text, for the answers.
-    """
+    50. An answer, a text by `decode`, is an echo from its third token on."""
     text, document, read, questions = filler.take(rng, length), Document(), 0, []
     while document.length < length:
         if document.length < ECHO[1] or rng.random() < 0.5:
@@ -89,9 +78,8 @@ def echo_row(
         begin, end = begin + KNOWN_FROM, min(end, length - 1)
         if begin <= end:
             stated = (first + KNOWN_FROM, first + KNOWN_FROM + end - begin)
-            questions.append(
-                Question("echo", decode(document.tokens()[begin : end + 1]), stated, (begin, end))
-            )
+            answer = decode(document.tokens()[begin : end + 1])
+            questions.append(Question("echo", answer, stated, (begin, end)))
     return Example(document.tokens()[:length], tuple(questions))
 
 
@@ -111,6 +99,5 @@ def forms_row(
         row, asked = asking_row(rng, encode, functools.partial(filler.take, rng), length, language)
     except ValueError as error:
         raise DoesNotFit(str(error)) from error
-    return Example(
-        np.asarray(row, dtype=np.int64), tuple(Question("form", *question) for question in asked)
-    )
+    questions = tuple(Question("form", *question) for question in asked)
+    return Example(np.asarray(row, dtype=np.int64), questions)

@@ -105,22 +105,17 @@ def passkey_example(
     room = length - sum(map(len, (before, answer, between, answer, after, *asks)))
     room -= questions * len(answer) + (questions - 1) * len(stop)
     if room < 0:
-        raise DoesNotFit(
-            f"the number and {questions} question(s) take {length - room} tokens, "
-            f"more than {length}"
-        )
+        needed = f"the number and {questions} question(s) take {length - room} tokens"
+        raise DoesNotFit(f"{needed}, more than {length}")
     text, place = filler.take(rng, room), round(depth * room)
-    document = Document()
+    document, asked = Document(), []
     stated = document.add(text[:place], before, answer)
     document.add(between, answer, after)
-    asked = []
-    for ask, end in zip(
-        asks, [*sorted(rng.randint(place, room) for _ in asks[1:]), room], strict=True
-    ):
+    ends = [*sorted(rng.randint(place, room) for _ in asks[1:]), room]
+    for ask, end in zip(asks, ends, strict=True):
         asked.append(document.add(text[place:end], ask, answer))
         if len(asked) < questions:
             document.add(stop)
         place = end
-    return Example(
-        document.tokens(), tuple(Question("passkey", number, stated, span) for span in asked)
-    )
+    found = (Question("passkey", number, stated, span) for span in asked)
+    return Example(document.tokens(), tuple(found))

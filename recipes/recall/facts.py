@@ -50,9 +50,7 @@ def invent_clear_person(rng: random.Random, names) -> tuple[Person, list[list[Se
     while True:
         person = invent_person(rng, names)
         opening = write_opening(rng, person)
-        text = " ".join(
-            [person.name, *(str(sentence) for paragraph in opening for sentence in paragraph)]
-        )
+        text = " ".join([person.name, *map(str, itertools.chain.from_iterable(opening))])
         # no city is a surname here, and so on
         if all(_occurs_once(answer, text) for answer in person.answers.values()):
             return person, opening
@@ -86,8 +84,7 @@ def fact_example(
 
     Args:
         fact: one of `FACT_NAMES`.
-        distance: in segments, 0 or more.
-        segment_length: tokens per segment.
+        distance: in segments of `segment_length` tokens, 0 or more.
         lines: of real text, to stand in front and between; `None`: invented paragraphs, full of
             other names and years.
 
@@ -97,35 +94,37 @@ def fact_example(
     (title, prompt), statements = _encode_opening(encode, person, opening, [fact])
     last = next(number for number, statement in enumerate(statements) if statement.name == fact)
     statements = statements[: last + 1]
-    answer, width = statements[-1].answer, len(statements[-1].answer)
+    answer, after = statements[-1].answer, statements[-1].after
+    width = len(answer)
     if distance == 0:
-        need = len(title) + len(statements[-1]) + len(prompt) + width
+        ends = len(title) + len(prompt) + width
+        need = ends + len(statements[-1])
         if need > segment_length:
             raise DoesNotFit(
-                f"statement, question and answer of {fact} take {need} tokens, a "
-                f"segment {segment_length}"
+                f"statement, question and answer of {fact} take {need} tokens, a segment "
+                f"{segment_length}"
             )
-        while len(title) + sum(map(len, statements)) + len(prompt) + width > segment_length:
+        while ends + sum(map(len, statements)) > segment_length:
             statements = statements[1:]
     # within the opening
-    stated_at = len(title) + sum(map(len, statements)) - len(statements[-1].after) - width
+    stated_at = len(title) + sum(map(len, statements)) - len(after) - width
     # from one first token to the other, with nothing between
-    least = width + len(statements[-1].after) + len(prompt)
+    least = width + len(after) + len(prompt)
     start, end = _draw_places(rng, distance, segment_length, width, least, stated_at)
-    gap = distance * segment_length + end - start - least
+    gap, front = (
+        distance * segment_length + end - start - least,
+        (start - stated_at) % segment_length,
+    )
 
     other = invent_person(rng, names)
     forbidden = forbid_answers(person)
 
     def write(about: Person) -> Iterator[str]:
-        return (
-            write_paragraphs(rng, names, about, forbidden)
-            if lines is None
-            else _take_lines(rng, lines, forbidden)
-        )
+        if lines is None:
+            return write_paragraphs(rng, names, about, forbidden)
+        return _take_lines(rng, lines, forbidden)
 
     document = Document()
-    front = (start - stated_at) % segment_length
     text = _encode_enough(encode, write(other), front)
     document.add(text[len(text) - front :], title)
     for statement in statements:
@@ -153,14 +152,14 @@ def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length:
 
     person, opening = invent_clear_person(rng, names)
     facts = [[sentence.name for sentence in paragraph] for paragraph in opening]
-    (title, *prompts), statements = _encode_opening(encode, person, opening, sum(facts, []))
+    every = sum(facts, [])
+    (title, *prompts), statements = _encode_opening(encode, person, opening, every)
     stop, newline = encode([".\n", "\n"])
-    asks = dict(zip(sum(facts, []), prompts, strict=True))
+    asks = dict(zip(every, prompts, strict=True))
 
     def length_without_gap() -> int:
-        return len(title) + sum(
-            len(s) + len(asks[s.name]) + len(s.answer) + len(stop) for s in statements
-        )
+        sizes = (len(s) + len(asks[s.name]) + len(s.answer) + len(stop) for s in statements)
+        return len(title) + sum(sizes)
 
     while 4 * length_without_gap() > 3 * length and len(statements) > 1:
         dropped = facts.pop(rng.randrange(len(facts))) if len(facts) > 1 else [statements[-1].name]
@@ -172,18 +171,15 @@ def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length:
     gap = length - length_without_gap()
     lines = _encode_lines(encode, write_paragraphs(rng, names, person, forbid_answers(person)))
     while gap > 0:
-        real = rng.random() < 0.5
-        unit = (
-            np.concatenate([newline, filler.take(rng, rng.randint(*REAL_TEXT))])
-            if real
-            else next(lines)
-        )
+        if rng.random() < 0.5:
+            unit = np.concatenate([newline, filler.take(rng, rng.randint(*REAL_TEXT))])
+        else:
+            unit = next(lines)
         parts.append(unit[:gap])
         gap -= len(parts[-1])
     tokens, spans = _ask_anywhere(rng, np.concatenate(parts), len(title), statements, asks, stop)
-    return Example(
-        tokens, tuple(Question(name, person.answers[name], *places) for name, *places in spans)
-    )
+    questions = (Question(name, person.answers[name], *places) for name, *places in spans)
+    return Example(tokens, tuple(questions))
 
 
 def paragraphs_row(rng: random.Random, encode: Encode, names, length: int) -> "np.ndarray":
@@ -192,9 +188,8 @@ def paragraphs_row(rng: random.Random, encode: Encode, names, length: int) -> "n
     asked for."""
     names.seed_instance(rng.getrandbits(64))
     person = invent_person(rng, names)
-    return _encode_enough(
-        encode, write_paragraphs(rng, names, person, forbid_answers(person)), length
-    )[:length]
+    paragraphs = write_paragraphs(rng, names, person, forbid_answers(person))
+    return _encode_enough(encode, paragraphs, length)[:length]
 
 
 def _ask_anywhere(
@@ -206,9 +201,7 @@ def _ask_anywhere(
     stop: "np.ndarray",
 ) -> "tuple[np.ndarray, list[tuple]]":
     """Puts the question for every statement in, with its answer, at a place drawn at random after
-    the statement.
-
-    Within the opening that is at the end of a sentence, after it anywhere.
+    the statement: within the opening at the end of a sentence, after it anywhere.
 
     Args:
         text: the row without questions; the statements stand in it one after the other from
@@ -223,25 +216,20 @@ def _ask_anywhere(
     ends = list(itertools.accumulate(map(len, statements), initial=opening_at))[1:]
     places = []
     for end, statement in zip(ends, statements, strict=True):
-        far = len(text) - end
-        target = end + (
-            rng.randint(0, far) if rng.random() < 0.5 else int((far + 1) ** rng.random()) - 1
-        )
+        far, near = len(text) - end, rng.random() >= 0.5
+        target = end + (int((far + 1) ** rng.random()) - 1 if near else rng.randint(0, far))
         target = next((border for border in ends if border >= target), target)
         places.append((target, rng.random(), end, statement))
     places.sort(key=lambda place: place[:2])
-    pieces = [
-        np.concatenate([asks[statement.name], statement.answer, stop]) for *_, statement in places
-    ]
-    targets, lengths = np.array([target for target, *_ in places]), np.array(list(map(len, pieces)))
-    spans = []
-    for (target, _, end, statement), earlier in zip(
-        places, np.cumsum(lengths) - lengths, strict=True
-    ):
+    pieces = [np.concatenate([asks[each.name], each.answer, stop]) for *_, each in places]
+    targets = np.array([target for target, *_ in places])
+    lengths, spans = np.array(list(map(len, pieces))), []
+    earlier = np.cumsum(lengths) - lengths
+    for before, (target, _, end, statement) in zip(earlier.tolist(), places, strict=True):
         width = len(statement.answer)
         stated = end - len(statement.after) - width
         stated += int(lengths[targets <= stated].sum())
-        asked = target + int(earlier) + len(asks[statement.name])
+        asked = target + before + len(asks[statement.name])
         spans.append((statement.name, (stated, stated + width - 1), (asked, asked + width - 1)))
     return np.insert(text, np.repeat(targets, lengths), np.concatenate(pieces)), spans
 
@@ -252,7 +240,7 @@ def _encode_opening(
     """The tokens of the title and of the prompts of the facts `asked`, and those of all sentences
     of the opening."""
     texts = [f"\n\n{person.name}\n", *(f"\n{fact_prompt(person, name)}" for name in asked)]
-    heads, sentences = len(texts), []
+    heads, names = len(texts), []
     for paragraph in opening:
         for number, sentence in enumerate(paragraph):
             # In quotation marks the answer would have no space in front of it, and other tokens
@@ -263,12 +251,10 @@ def _encode_opening(
                     f"an answer needs a space in front of it, and has none in {sentence}"
                 )
             texts += [("\n" if number == 0 else " ") + before[:-1], f" {sentence.answer}", after]
-            sentences.append(sentence.name)
-    tokens = encode(texts)
-    triples = (tokens[place : place + 3] for place in range(heads, len(tokens), 3))
-    return tokens[:heads], [
-        _Statement(name, *triple) for name, triple in zip(sentences, triples, strict=True)
-    ]
+            names.append(sentence.name)
+    heads, tokens = (found := encode(texts))[:heads], found[heads:]
+    parts = zip(names, tokens[::3], tokens[1::3], tokens[2::3], strict=True)
+    return heads, [_Statement(*part) for part in parts]
 
 
 def _draw_places(

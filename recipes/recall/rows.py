@@ -43,10 +43,8 @@ def read_mix(entries: list[str]) -> dict[str, float]:
             )
         shares[name] = share
     if abs(sum(shares.values()) - 1) > 1e-6:
-        raise UserError(
-            f"--mix {' '.join(entries)}: the shares sum to {sum(shares.values()):g}; "
-            "they must sum to 1"
-        )
+        total = f"{sum(shares.values()):g}"
+        raise UserError(f"--mix {' '.join(entries)}: the shares sum to {total}; they must sum to 1")
     return shares
 
 
@@ -81,27 +79,19 @@ def make_rows(
     Row number i depends on the split's name, the seed, and i only.
 
     Args:
-        tokenizer: that of the stream.
-        stream: the split's own running text.
+        tokenizer: that of the stream, which is the split's own running text.
         split: its name; other splits have other people and other numbers.
-        context: tokens per row.
-        rows: how many.
         shares: of `KINDS`, summing to 1.
         questions: how often a passkey row asks for its number.
         language: of what passkeys, codes and forms say.
         answers_only: only the answers are learned where a row asks; rows that ask nothing always
             are learned as a whole.
     """
-    encode, names, key = (
-        functools.partial(encode_texts, tokenizer),
-        portuguese_names(),
-        f"{split}/{seed}",
-    )
-    filler = Filler(stream, tokenizer.eos_token_id, encode(["\n\n"])[0])
+    encode, names = functools.partial(encode_texts, tokenizer), portuguese_names()
+    filler, key = Filler(stream, tokenizer.eos_token_id, encode(["\n\n"])[0]), f"{split}/{seed}"
     kinds = deal_kinds(rows, shares, random.Random(key))
-    texts = _blocks_of_text(
-        stream, context, kinds.count("text"), split, random.Random(f"{key}/blocks")
-    )
+    order = random.Random(f"{key}/blocks")
+    texts = _blocks_of_text(stream, context, kinds.count("text"), split, order)
     examples: dict[str, Callable[[random.Random], Example]] = {
         "passkey": lambda rng: passkey_example(
             rng, encode, filler, context, rng.random(), questions, language
@@ -155,14 +145,11 @@ def write_rows(
     time.
 
     Args:
-        rows: of [`make_rows`].
-        count: how many there are.
+        rows: so many (`count`) of [`make_rows`].
         folder: for `datasets.load_from_disk`.
 
-    Returns:
-        What [`corpora.blocks.save_rows`] does, `rows_by_kind`, and the `counted_tokens` (those with
-        a label) by kind.
-    """
+    Returns what [`corpora.blocks.save_rows`] does, `rows_by_kind`, and the `counted_tokens` (those
+    with a label) by kind."""
     from tqdm.auto import tqdm
 
     kinds, counted = Counter(), Counter()

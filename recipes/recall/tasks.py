@@ -82,13 +82,15 @@ def score_answers(model, examples: Sequence[Example], chunk: int, progress=iter)
     `chunk` tokens; `progress`: of [`score_spans`].
     """
     asked = [
-        (row, question) for row, example in enumerate(examples) for question in example.questions
+        (question, row, question.asked[0], question.asked[1] + 1)
+        for row, example in enumerate(examples)
+        for question in example.questions
     ]
-    spans = [(row, question.asked[0], question.asked[1] + 1) for row, question in asked]
-    found = score_spans(model, [example.tokens for example in examples], spans, chunk, progress)
+    tokens, spans = [example.tokens for example in examples], [span for _, *span in asked]
+    found = score_spans(model, tokens, spans, chunk, progress)
     return [
         Answer(question.fact, correct, loss, end - first)
-        for (_, question), (_, first, end), (loss, correct) in zip(asked, spans, found, strict=True)
+        for (question, _, first, end), (loss, correct) in zip(asked, found, strict=True)
     ]
 
 
@@ -109,28 +111,19 @@ def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[f
 def summarize_answers(answers: Sequence[Answer]) -> dict:
     """`samples`, `correct`, `accuracy`, its 95 % interval `low` to `high`, and `cross_entropy`
     (nats per answer token)."""
-    correct = sum(answer.correct for answer in answers)
-    low, high = wilson_interval(correct, len(answers))
-    return {
-        "samples": len(answers),
-        "correct": correct,
-        "accuracy": correct / len(answers),
-        "low": low,
-        "high": high,
-        "cross_entropy": math.fsum(answer.loss for answer in answers)
-        / sum(answer.tokens for answer in answers),
-    }
+    samples, correct = len(answers), sum(answer.correct for answer in answers)
+    low, high = wilson_interval(correct, samples)
+    found = {"samples": samples, "correct": correct, "accuracy": correct / samples}
+    losses = math.fsum(answer.loss for answer in answers)
+    mean = losses / sum(answer.tokens for answer in answers)
+    return {**found, "low": low, "high": high, "cross_entropy": mean}
 
 
 # --- the tasks ------------------------------------------------------------------------------------
 
 
 def run_passkey(
-    runner: Runner,
-    texts: Sequence[str],
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    pooled: bool = False,
+    runner: Runner, texts: Sequence[str], lengths: list[int], depths: list[float], pooled=False
 ) -> dict:
     """A number hidden in real text: `cells` by `length` (tokens) and `depth`, and `filler_tokens`,
     how much text there is.
@@ -143,21 +136,19 @@ def run_passkey(
     """
     import numpy as np
 
-    end, *documents = runner.encode(["\n\n", *texts])
-    end_of_text = runner.tokenizer.eos_token_id
-    stream = np.concatenate([np.append(document, end_of_text) for document in documents])
-    filler = Filler(stream, end_of_text, end)
+    blank_line, *documents = runner.encode(["\n\n", *texts])
+    end, samples = runner.tokenizer.eos_token_id, runner.options.samples
+    stream = np.concatenate([np.append(document, end) for document in documents])
+    how = {"encode": runner.encode, "filler": Filler(stream, end, blank_line)}
+    how["language"] = runner.options.language
 
     def run_cell(cell: dict) -> dict:
         check_length(runner.model.config, cell["length"])
-        samples = runner.options.samples
         first = samples * depths.index(cell["depth"]) if pooled else 0
         numbers = map(runner.random, range(first, first + samples))
-        make = functools.partial(
-            passkey_example, encode=runner.encode, filler=filler, language=runner.options.language
+        return summarize_answers(
+            _ask(runner, (passkey_example(rng, **how, **cell) for rng in numbers))
         )
-        examples = (make(rng, length=cell["length"], depth=cell["depth"]) for rng in numbers)
-        return summarize_answers(_ask(runner, examples))
 
     cells = [{"length": length, "depth": depth} for length in lengths for depth in depths]
     return {"cells": run_cells(runner, cells, run_cell), "filler_tokens": len(stream)}
@@ -172,10 +163,7 @@ def depths_of(given: Sequence[float]) -> list[float]:
 
 
 def run_facts(
-    runner: Runner,
-    distances: Sequence[int],
-    segment_length: int,
-    texts: Sequence[str] | None = None,
+    runner: Runner, distances: list[int], segment_length: int, texts: Sequence[str] | None = None
 ) -> dict:
     """Facts of invented people: `cells` by `distance` (segments), and the `constant_guesses` to
     compare them with.
@@ -187,27 +175,20 @@ def run_facts(
         texts: articles whose lines stand between a fact and its question; `None`: invented
             paragraphs.
     """
-    samples, names, guesses = (
-        runner.options.samples,
-        portuguese_names(),
-        constant_guesses(runner.options.seed),
-    )
-    lines = (
-        None
-        if texts is None
-        else [line for text in texts for line in text.splitlines() if line.strip()]
-    )
+    samples, names = runner.options.samples, portuguese_names()
+    guesses, lines = constant_guesses(runner.options.seed), None
+    if texts is not None:
+        lines = [line for text in texts for line in text.splitlines() if line.strip()]
 
     def run_cell(cell: dict) -> dict:
         skipped, lengths, reasons = Counter(), [], []
+        how = cell["distance"], segment_length, lines
 
         def draw() -> Iterator[Example]:
             for number in range(_TRIES * samples):
                 fact, rng = FACT_NAMES[number % len(FACT_NAMES)], runner.random(number)
                 try:
-                    example = fact_example(
-                        rng, runner.encode, names, fact, cell["distance"], segment_length, lines
-                    )
+                    example = fact_example(rng, runner.encode, names, fact, *how)
                 except DoesNotFit as error:
                     skipped[fact] += 1
                     reasons.append(error)
@@ -220,19 +201,13 @@ def run_facts(
                 raise reasons[-1]
 
         check_length(runner.model.config, cell["distance"] * segment_length + 1)
-        answers = _ask(runner, draw())
-        by_fact = {
-            fact: {"samples": len(own), "correct": sum(answer.correct for answer in own)}
-            for fact in FACT_NAMES
-            if (own := [answer for answer in answers if answer.fact == fact])
-        }
-        return {
-            **summarize_answers(answers),
-            "chance": statistics.fmean(guesses[answer.fact]["share"] for answer in answers),
-            "by_fact": by_fact,
-            "skipped": dict(skipped),
-            "longest": max(lengths),
-        }
+        answers, by_fact = _ask(runner, draw()), {}
+        for fact in FACT_NAMES:
+            if own := [answer.correct for answer in answers if answer.fact == fact]:
+                by_fact[fact] = {"samples": len(own), "correct": sum(own)}
+        chance = statistics.fmean(guesses[answer.fact]["share"] for answer in answers)
+        found = {**summarize_answers(answers), "chance": chance, "by_fact": by_fact}
+        return {**found, "skipped": dict(skipped), "longest": max(lengths)}
 
     cells = run_cells(runner, [{"distance": distance} for distance in distances], run_cell)
     return {"cells": cells, "segment_length": segment_length, "constant_guesses": guesses}
@@ -279,16 +254,11 @@ def run_cells(runner: Runner, cells: list[dict], run_cell: Callable[[dict], dict
     """
     from tqdm import tqdm
 
-    kept = {"identity": runner.identity, "cells": []}
+    kept = {"identity": json.loads(json.dumps(runner.identity)), "cells": []}  # as it comes back
     if runner.file.is_file():
-        found = read_json(
-            runner.file,
-            {"identity": dict, "cells": list},
-            "delete it: its finished cells are measured again",
-        )
-        # both as they come back from a file
-        same = found["identity"] == json.loads(json.dumps(runner.identity))
-        kept = found if same else kept
+        remedy = "delete it: its finished cells are measured again"
+        found = read_json(runner.file, {"identity": dict, "cells": list}, remedy)
+        kept = found if found["identity"] == kept["identity"] else kept
     done = kept["cells"]
     for cell in tqdm(cells[len(done) :], initial=len(done), total=len(cells), unit="cell"):
         try:
@@ -308,21 +278,14 @@ def run_cells(runner: Runner, cells: list[dict], run_cell: Callable[[dict], dict
 def passkey_table(cells: Sequence[dict]) -> str:
     """Accuracy with its 95 % interval by length (rows) and depth (columns), and the questions of a
     cell."""
-    depths = list(dict.fromkeys(cell["depth"] for cell in cells))
-    rows = []
+    depths, rows = dict.fromkeys(cell["depth"] for cell in cells), []
     for length in dict.fromkeys(cell["length"] for cell in cells):
         own = {cell["depth"]: cell for cell in cells if cell["length"] == length}
         asked = max(cell.get("samples", 0) for cell in own.values())
-        rows.append(
-            [
-                f"{length:,}",
-                *(f"{_percent(own[depth])}{_interval(own[depth])}" for depth in depths),
-                f"{asked:,}",
-            ]
-        )
-    return markdown_table(
-        ["tokens", *(f"depth {depth:g}" for depth in depths), "questions"], rows, left=0
-    )
+        found = [f"{_percent(own[depth])}{_interval(own[depth])}" for depth in depths]
+        rows.append([f"{length:,}", *found, f"{asked:,}"])
+    header = ["tokens", *(f"depth {depth:g}" for depth in depths), "questions"]
+    return markdown_table(header, rows, left=0)
 
 
 def facts_table(cells: Sequence[dict]) -> str:
@@ -331,23 +294,12 @@ def facts_table(cells: Sequence[dict]) -> str:
     for cell in cells:
         row = [str(cell["distance"]), _percent(cell)]
         if "accuracy" in cell:
-            interval = f"{100 * cell['low']:.1f}–{100 * cell['high']:.1f} %"
-            row += [
-                interval,
-                f"{cell['cross_entropy']:.4f}",
-                f"{100 * cell['chance']:.1f} %",
-                f"{cell['samples']:,}",
-            ]
+            row.append(f"{100 * cell['low']:.1f}–{100 * cell['high']:.1f} %")
+            row += [f"{cell['cross_entropy']:.4f}", f"{100 * cell['chance']:.1f} %"]
+            row.append(f"{cell['samples']:,}")
         rows.append(row + [""] * (6 - len(row)))
-    header = [
-        "segments between",
-        "right",
-        "95 % interval",
-        "nats per token",
-        "most frequent answer",
-        "questions",
-    ]
-    return markdown_table(header, rows, left=0)
+    header = ["segments between", "right", "95 % interval", "nats per token"]
+    return markdown_table([*header, "most frequent answer", "questions"], rows, left=0)
 
 
 def _interval(cell: dict) -> str:

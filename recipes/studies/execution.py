@@ -33,7 +33,7 @@ class Tasks:
             commands.
         data: the folder of each prepared data; source: the corpus that they are made of, None where
             they are there.
-        out: the study's folder; jobs: processes at the same time; threads: of each.
+        out: the study's folder; how: `jobs`, processes at the same time, and `threads` of each.
     """
 
     def __init__(
@@ -42,17 +42,10 @@ class Tasks:
         runs: list[Run],
         data: dict[str, Path],
         out: Path,
-        *,
         source: str | None,
-        jobs: int,
-        threads: int,
+        **how: int,
     ):
-        self.runs, self.data, self.out, self._how = (
-            runs,
-            data,
-            out,
-            {"jobs": jobs, "threads": threads},
-        )
+        self.runs, self.data, self.out, self._how = runs, data, out, how
         self._prepare, self._train, self._evaluate = {}, {}, []
         for name, settings in (data_settings(study, runs) if source else {}).items():
             places = {"source": source, "out": data[name]}
@@ -90,23 +83,15 @@ class Tasks:
             *self._train.values(),
             *(task for *_, task in self._evaluate),
         ]
-        lines = [
-            shlex.join(Path(word).name if word == sys.executable else word for word in task.command)
-            for task in tasks
-        ]
+        lines = [shlex.join([Path(sys.executable).name, *task.command[1:]]) for task in tasks]
         return [line.replace(f"{Path.cwd()}/", "") for line in lines]
 
     @property
     def outcomes(self) -> list[dict]:
         """Name, variant, options, status and reason of every run that this study was to train."""
         return [
-            {
-                "name": run.name,
-                "variant": run.variant,
-                "options": run.options,
-                "status": task.status,
-                "reason": task.reason,
-            }
+            {name: getattr(run, name) for name in ("name", "variant", "options")}
+            | {"status": task.status, "reason": task.reason}
             for run in self.runs
             if (task := self._train.get(run.name))
         ]
@@ -127,34 +112,30 @@ class Tasks:
     def train(self) -> list[Run]:
         """Trains, and returns the finished runs. train.py ends at once where a run is finished, and
         refuses a folder that holds a run with other options or other data."""
-        run_tasks(
-            [task for task in self._train.values() if not task.status], "training", **self._how
-        )
-        finished = [
+        waiting = [task for task in self._train.values() if not task.status]
+        run_tasks(waiting, "training", **self._how)
+        done = [
             run
             for run in self.runs
             if run.options is None or self._train[run.name].status == FINISHED
         ]
-        if not finished:
+        if not done:
             reasons = [
-                f"  {found['name']}: {found['status']}: {found['reason']}"
-                for found in self.outcomes
+                f"\n  {run['name']}: {run['status']}: {run['reason']}" for run in self.outcomes
             ]
-            raise UserError("no run was finished:\n" + "\n".join(reasons))
-        return finished
+            raise UserError("no run was finished:" + "".join(reasons))
+        return done
 
     def evaluate(self, runs: list[Run]) -> list[str]:
         """Evaluates these runs, unless that was done with the same options. Returns what was not
         possible, and why."""
         left = []
         for run, settings, file, task in self._evaluate:
-            remedy = f"delete it: {run.folder} is evaluated again"
-            done = (
-                read_json(file, {"options": dict}, remedy)["options"].items()
-                if file.is_file()
-                else ()
-            )
-            if run in runs and not (done and settings.items() <= done):
+            done = {}
+            if file.is_file():
+                remedy = f"delete it: {run.folder} is evaluated again"
+                done = read_json(file, {"options": dict}, remedy)["options"]
+            if run in runs and not (done and settings.items() <= done.items()):
                 left.append(task)
         run_tasks(left, "evaluating", **self._how)
         return [f"{task.name}: {task.reason}" for task in left if task.status != FINISHED]

@@ -9,8 +9,7 @@ import numpy as np
 from cli import UserError
 from corpora.blocks import read_documents
 from evaluation.inference import load_model, read_in_chunks
-from evaluation.losses import stream_losses
-from evaluation.perplexity import prepared_rows
+from evaluation.perplexity import losses_of, prepared_rows
 from hf_infini.options import context_limit
 from support.measurement import cache_bytes
 from support.prepared import REMEDY
@@ -36,9 +35,7 @@ def measure_runs(
     Args:
         data: the prepared folders by name; evaluations: names of files in the runs' folders.
 
-    Raises:
-        UserError: a run is not finished, or was trained on other data than its data folder or the
-            other runs.
+    Raises UserError where a run is not finished, or was trained on other data than its data folder.
     """
     import torch
     from tqdm import tqdm
@@ -53,28 +50,21 @@ def measure_runs(
                 f"{run.folder} was trained on different data than {data[run.data]} holds; compare "
                 "runs on the same"
             )
-    documents = (
-        unseen_documents(data[BASE], [data[name] for name in names if name != BASE])
-        if len(names) > 1
-        else []
-    )
+    others = [data[name] for name in names if name != BASE]
+    documents = unseen_documents(data[BASE], others) if len(names) > 1 else []
     (out / "measured").mkdir(exist_ok=True)
     found = []
     for run in tqdm(runs, desc="measuring", unit="run"):
-        file = out / "measured" / f"{run.name}.json"
-        measured = measure_run(run.folder, results[run.name], data[run.data], documents, file)
-        files = {name: evaluation_file(run, name) for name in evaluations}
-        remedy = f"delete it, and evaluate {run.folder} again"
-        read = {
-            name: read_json(file, EVALUATION, remedy)
-            for name, file in files.items()
-            if file.is_file()
-        }
+        result, file = results[run.name], out / "measured" / f"{run.name}.json"
+        measured = measure_run(run.folder, result, data[run.data], documents, file)
         remedy = f"delete {run.folder / RESULT}, and the run's command makes both again"
         lines = read_jsonl(run.folder / METRICS, {"step": int, "tokens": int}, remedy)
-        found.append(
-            FinishedRun(run.name, run.variant, run.folder, results[run.name], lines, measured, read)
-        )
+        read, remedy = {}, f"delete it, and evaluate {run.folder} again"
+        for name in evaluations:
+            if (file := evaluation_file(run, name)).is_file():
+                read[name] = read_json(file, EVALUATION, remedy)
+        made = FinishedRun(run.name, run.variant, run.folder, result, lines, measured, read)
+        found.append(made)
     return found
 
 
@@ -85,18 +75,14 @@ def measure_run(run: Path, result: dict, data: Path, documents: list[dict], file
     Args:
         run: out folder of a finished run of train.py; result: its result.json.
         data: the prepared folder that it was trained on.
-        documents: what is also read document by document, for the losses per character; none where
-            nothing needs them.
+        documents: what is also read document by document, for the losses per character.
 
     Returns:
         `rows` (`[loss sum, tokens]` of each validation row), `documents` (id → `[loss sum,
         characters]`) and `cache_bytes` (by tokens read; None beyond the model's positions).
     """
-    identity = {
-        "trained": result["date"],
-        "data": result["data_fingerprint"],
-        "documents": [d["id"] for d in documents],
-    }
+    identity = {"trained": result["date"], "data": result["data_fingerprint"]}
+    identity["documents"] = [document["id"] for document in documents]
     if file.is_file():
         content = read_json(file, {"identity": dict}, "delete it: the run is measured again")
         if content["identity"] == identity:
@@ -104,19 +90,13 @@ def measure_run(run: Path, result: dict, data: Path, documents: list[dict], file
     model, tokenizer = load_model(str(run), "cpu" if result["options"]["use_cpu"] else "auto")
     end_of_text = tokenizer.eos_token_id if result["options"]["separate_documents"] else None
     reader = RowReader(tokenizer.all_special_ids, end_of_text)
-    tokens, labels = (
-        np.stack(column) for column in zip(*prepared_rows(data, "validation"), strict=True)
-    )
-    losses, counted = token_losses(model, reader, tokens, labels)
+    tokens, labels = map(np.stack, zip(*prepared_rows(data, "validation"), strict=True))
+    sums = (column.sum(1) for column in token_losses(model, reader, tokens, labels))
     context = tokens.shape[1]
     content = {
         "identity": identity,
-        "rows": [
-            [float(loss), int(n)] for loss, n in zip(losses.sum(1), counted.sum(1), strict=True)
-        ],
-        "documents": document_losses(model, tokenizer, reader, documents, context)
-        if documents
-        else {},
+        "rows": [[float(loss), int(count)] for loss, count in zip(*sums, strict=True)],
+        "documents": document_losses(model, tokenizer, reader, documents, context),
         "cache_bytes": {
             str(length): state_bytes(model, length, context)
             for length in (context, CONTEXTS * context)
@@ -134,20 +114,12 @@ def token_losses(
 
     Special tokens never count, nor does the first token of a row, which nothing predicts.
     """
-    import torch
-    from tqdm import tqdm
-
     losses, counted = np.zeros(tokens.shape), np.zeros(tokens.shape, dtype=bool)
-    for start in tqdm(range(0, len(tokens), BATCH_ROWS), desc="losses", unit="batch", leave=False):
-        rows = slice(start, start + BATCH_ROWS)
-        columns = {
-            "input_ids": torch.as_tensor(tokens[rows]),
-            "labels": torch.as_tensor(labels[rows]).long(),
-        }
-        for first, values, targets in stream_losses(model, **reader(columns)):
-            places = slice(first, first + values.shape[1])
-            losses[rows, places] = values.double().cpu().numpy()
-            counted[rows, places] = (targets != -100).cpu().numpy()
+    pairs = list(zip(tokens, labels, strict=True))
+    for rows, first, values, targets in losses_of(model, pairs, reader, None, BATCH_ROWS):
+        places = slice(first, first + values.shape[1])
+        losses[rows, places] = values.double().cpu().numpy()
+        counted[rows, places] = (targets != -100).cpu().numpy()
     return losses * counted, counted
 
 
@@ -160,17 +132,17 @@ def document_losses(
     The characters are those of the predicted tokens; a document of which nothing is predicted is
     left out.
     """
+    if not documents:
+        return {}
     tokens, characters = encode_documents(tokenizer, [document["text"] for document in documents])
     owners = [np.full(len(piece), number) for number, piece in enumerate(tokens)]
     tokens, characters, owners = (
         _rows_of(pieces, context) for pieces in (tokens, characters, owners)
     )
     losses, counted = token_losses(model, reader, tokens, tokens)
-    sums = [
-        np.bincount(owners.ravel(), values.ravel()) for values in (losses, characters * counted)
-    ]
-    found = zip((documents[number]["id"] for number in range(len(sums[0]))), *sums, strict=True)
-    return {name: [float(loss), int(count)] for name, loss, count in found if count > 0}
+    sums = [np.bincount(owners.ravel(), part.ravel()) for part in (losses, characters * counted)]
+    found = zip(documents, *sums, strict=False)  # the last ones may be in no row
+    return {one["id"]: [float(loss), int(count)] for one, loss, count in found if count > 0}
 
 
 def encode_documents(tokenizer, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -211,11 +183,8 @@ def unseen_documents(data: Path, others: Sequence[Path]) -> list[dict]:
     """The validation documents of a prepared folder that none of the other folders has for training
     or its tokenizer."""
     seen = set().union(*map(trained_on, others))
-    return [
-        document
-        for document in held_out_documents(data / "validation_documents.jsonl")
-        if document["id"] not in seen
-    ]
+    found = held_out_documents(data / "validation_documents.jsonl")
+    return [document for document in found if document["id"] not in seen]
 
 
 def held_out_documents(file: Path) -> list[dict]:
@@ -225,9 +194,6 @@ def held_out_documents(file: Path) -> list[dict]:
 
 def trained_on(data: Path) -> set[str]:
     """The ids of the documents that a prepared folder holds out for nothing."""
-    held_out = {
-        document["id"]
-        for file in data.glob("*_documents.jsonl")
-        for document in held_out_documents(file)
-    }
+    files = map(held_out_documents, data.glob("*_documents.jsonl"))
+    held_out = {document["id"] for found in files for document in found}
     return set(read_documents(data / ".stages" / "documents")["id"]) - held_out

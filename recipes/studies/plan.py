@@ -1,8 +1,6 @@
-"""What a study trains: its YAML files as one, and the runs that come of variants, swept values and
-seeds."""
+"""What a study trains: its YAML files as one, and the runs that come of variants and seeds."""
 
 import functools
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ from pathlib import Path
 
 from cli import UserError, parse_yaml, read_yaml
 
-SECTIONS = ("data", "train", "variants", "grid", "seeds", "evaluate")
+SECTIONS = ("data", "train", "variants", "seeds", "evaluate")
 BASE = "base"  # the data of all variants but those that have their own
 OWN_FOLDERS = ("data", "logs", "measured")
 
@@ -81,19 +79,6 @@ def merge(below: dict, above: dict) -> dict:
     return merged
 
 
-def parse_grid(entries: Sequence[str]) -> dict[str, list]:
-    """`["score=dot,general"]` → `{"score": ["dot", "general"]}`."""
-    grid = {}
-    for entry in entries:
-        name, _, values = entry.partition("=")
-        if not name or not all(values.split(",")):
-            raise UserError(f"--grid {entry}: give OPTION=VALUE,VALUE, without spaces")
-        if name in grid:
-            raise UserError(f"--grid {entry}: {name} is named twice")
-        grid[name] = values.split(",")
-    return grid
-
-
 def choose_variants(study: dict, names: Sequence[str]) -> dict:
     """The study with only these variants, in this order; the others are compared with the first."""
     unknown = [name for name in names if name not in study["variants"]]
@@ -107,13 +92,12 @@ def choose_variants(study: dict, names: Sequence[str]) -> dict:
 
 def existing_runs(folders: Sequence[str]) -> list[Run]:
     """Finished runs by the names of their folders."""
-    runs = [
-        Run(Path(folder).resolve().name, Path(folder).resolve().name, Path(folder), None)
-        for folder in folders
-    ]
-    if len({run.name for run in runs}) < len(runs):
+    names = [Path(folder).resolve().name for folder in folders]
+    if len({*names}) < len(names):
         raise UserError(f"--runs {' '.join(folders)}: give folders of different names")
-    return runs
+    return [
+        Run(name, name, Path(folder), None) for name, folder in zip(names, folders, strict=True)
+    ]
 
 
 def shared_evaluations(runs: Sequence[Run]) -> list[str]:
@@ -126,42 +110,23 @@ def shared_evaluations(runs: Sequence[Run]) -> list[str]:
 
 
 def runs_of(study: dict, out: Path) -> list[Run]:
-    """A run for each variant, combination of the grid's values, and seed.
-
-    A seed other than the usual one is part of a run's name, so that seeds can be added to a study
-    later.
-    """
-    grid, seeds = study["grid"], study["seeds"]
-    if not all(isinstance(values, list) and values for values in grid.values()):
-        raise UserError(f"the section 'grid' gives each option a list of values, got {grid}")
-    if "seed" in grid:
-        raise UserError("'grid' cannot hold 'seed': a study's seeds are in 'seeds'")
+    """A run for each variant and seed. A seed other than the usual one is part of a run's name, so
+    that seeds can be added to a study later."""
     runs = []
-    for variant, own in (study["variants"] or {"": {}}).items():
+    for variant, own in (study["variants"] or {"run": {}}).items():
         own = dict(own or {})
         data = BASE if own.pop("data", None) is None else variant
-        for combination in itertools.product(*grid.values()):
-            values = dict(zip(grid, combination, strict=True))
-            options = study["train"] | own | values
-            label = (
-                ",".join(
-                    [variant] * bool(variant)
-                    + [f"{name}={value}" for name, value in values.items()]
-                )
-                or "run"
-            )
-            usual = options.get("seed") or 0
-            for seed in seeds or [usual]:
-                name = re.sub(
-                    r"[^\w.,=+-]", "_", label + (f",seed={seed}" if seed != usual else "")
-                )
-                runs.append(Run(name, label, out / name, options | {"seed": seed}, data))
+        options = study["train"] | own
+        usual = options.get("seed") or 0
+        for seed in study["seeds"] or [usual]:
+            name = f"{variant},seed={seed}" if seed != usual else variant
+            name = re.sub(r"[^\w.,=+-]", "_", name)
+            runs.append(Run(name, variant, out / name, options | {"seed": seed}, data))
     names = [run.name for run in runs]
     for name in names:
         if names.count(name) > 1 or name in OWN_FOLDERS:
             raise UserError(
-                f"two things would share the folder {name}: no value, seed or variant "
-                "may come twice"
+                f"two things would share the folder {name}: no seed or variant may come twice"
             )
     return runs
 

@@ -143,42 +143,29 @@ def write_report(content: dict) -> str:
 
 def groups_of(variants: list[dict]) -> list[list[dict]]:
     """The variants by their data, the first one's first, each group ranked by cross-entropy."""
+    ranked = sorted(variants, key=lambda variant: variant["cross_entropy"]["value"])
     names = dict.fromkeys(variant["data"] for variant in variants)
-    return [
-        sorted(
-            (v for v in variants if v["data"] == name), key=lambda v: v["cross_entropy"]["value"]
-        )
-        for name in names
-    ]
+    return [[variant for variant in ranked if variant["data"] == name] for name in names]
 
 
 def losses_table(variants: list[dict], group: list[dict]) -> str:
     """The losses of a group of all variants, which are on the same data."""
     seeded = any(variant["deviation"] is not None for variant in variants)
-    header = [
-        "variant",
-        "differs in",
-        "perplexity (95 %)",
-        "cross-entropy (95 %)",
-        f"minus {variants[0]['name']}'s (95 %)",
-    ]
+    header = ["variant", "differs in", "perplexity (95 %)", "cross-entropy (95 %)"]
+    header += [f"minus {variants[0]['name']}'s (95 %)", *["over seeds"] * seeded]
     rows = []
-    for variant in group:
-        options = ", ".join(f"{name} {value}" for name, value in variant["options"].items())
-        rows.append(
-            [
-                _bold_if(variant is group[0], variant["name"]),
-                options,
-                shown(variant["perplexity"], 2),
-            ]
-        )
-        rows[-1] += [shown(variant["cross_entropy"]), shown(variant["difference"], sign="+")]
-        if seeded:
-            spread = variant["deviation"]
-            rows[-1].append(
-                MISSING if spread is None else f"± {spread:.4f} ({len(variant['by_seed'])})"
-            )
-    return markdown_table(header + ["over seeds"] * seeded, rows, left=2)
+    for place, variant in enumerate(group):
+        spread, seeds = variant["deviation"], len(variant["by_seed"])
+        row = [
+            variant["name"] if place else f"**{variant['name']}**",
+            ", ".join(f"{name} {value}" for name, value in variant["options"].items()),
+            shown(variant["perplexity"], 2),
+            shown(variant["cross_entropy"]),
+            shown(variant["difference"], sign="+"),
+            MISSING if spread is None else f"± {spread:.4f} ({seeds})",
+        ]
+        rows.append(row[: len(header)])
+    return markdown_table(header, rows, left=2)
 
 
 def shown(interval: dict | None, digits: int = 4, sign: str = "") -> str:
@@ -187,7 +174,3 @@ def shown(interval: dict | None, digits: int = 4, sign: str = "") -> str:
         return MISSING
     value, low, high = (f"{interval[name]:{sign},.{digits}f}" for name in ("value", "low", "high"))
     return f"{value} ({low} to {high})"
-
-
-def _bold_if(condition: bool, text: str) -> str:
-    return f"**{text}**" if condition else text

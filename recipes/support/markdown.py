@@ -8,19 +8,12 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: i
     """A table with columns as wide as their widest cell: the first `left` aligned on the left, the
     others on the right."""
     lines = [[str(cell).replace("|", "\\|") for cell in line] for line in (header, *rows)]
-    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        [
-            cell.ljust(width) if place < left else cell.rjust(width)
-            for place, (cell, width) in enumerate(cells)
-        ]
-        for cells in (zip(line, widths, strict=True) for line in lines)
-    ]
-    rule = [
-        "-" * width if place < left else "-" * (width - 1) + ":"
-        for place, width in enumerate(widths)
-    ]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (aligned[0], rule, *aligned[1:]))
+    columns = []
+    for place, column in enumerate(zip(*lines, strict=True)):
+        width, on_left = max(3, *map(len, column)), place < left
+        head, *cells = (cell.ljust(width) if on_left else cell.rjust(width) for cell in column)
+        columns.append([head, "-" * width if on_left else "-" * (width - 1) + ":", *cells])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in zip(*columns, strict=True))
 
 
 def fence(text: str, language: str = "") -> str:

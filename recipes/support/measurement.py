@@ -63,24 +63,15 @@ def environment() -> dict:
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     else:
-        name = platform.processor() or platform.machine()
-        cpu_info = Path("/proc/cpuinfo")
-        if cpu_info.is_file():
-            models = [
-                line.split(":")[1].strip()
-                for line in cpu_info.read_text().splitlines()
-                if "model name" in line
-            ]
-            name = models[0] if models else name
-        hardware = f"{os.cpu_count()} CPU cores, {name}"
+        names, cpu_info = [platform.processor() or platform.machine()], Path("/proc/cpuinfo")
+        lines = cpu_info.read_text().splitlines() if cpu_info.is_file() else []
+        models = [line.split(":")[1].strip() for line in lines if "model name" in line]
+        hardware = f"{os.cpu_count()} CPU cores, {[*models, *names][0]}"
+    versions = {"hf_infini": __version__, "torch": torch.__version__}
+    versions |= {"transformers": transformers.__version__, "python": platform.python_version()}
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": hardware,
-        "versions": {
-            "hf_infini": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions,
     }

@@ -20,30 +20,22 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dic
     """Makes `folder` unless it was made with the same options before and its files are still those
     that were made, and returns its record. What is made again for its files is said.
 
-    `build(partial)` writes into a new folder beside it and returns a JSON-safe result; the folder
-    gets its name only when all is written, so a killed run leaves nothing that looks finished.
-
     Args:
-        folder: what it makes.
         options: JSON-safe; what the content depends on.
-        build: makes the content.
+        build: writes into a new folder beside it and returns a JSON-safe result; the folder gets
+            its name only when all is written, so a killed run leaves nothing that looks finished.
 
-    Returns:
-        `{"key", "options", "result", "seconds", "files", "reused"}`; `key` is a hash of the
-        options, for stages that depend on it.
-
-    Raises:
-        UserError: `folder` exists and was not made by a stage (it stays as it is).
+    Returns `{"key", "options", "result", "seconds", "files", "reused"}`; `key` is a hash of the
+    options, for stages that depend on it. UserError where `folder` exists and was not made by a
+    stage (it stays as it is).
     """
     identity = json.dumps({"version": __version__, "options": options}, sort_keys=True)
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     record = _read_stage(folder)
     if record is not None and record["key"] == key:
-        found = (
-            damage(folder / _STAGE_FILE, record)
-            if OWN in record
-            else f"{folder} is of an earlier version, without checksums"
-        )
+        found = f"{folder} is of an earlier version, without checksums"
+        if OWN in record:
+            found = damage(folder / _STAGE_FILE, record)
         if not found:
             return {**record, "reused": True}
         print(f"{found}: making it again", file=sys.stderr)
@@ -52,9 +44,8 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dic
         record = {"key": key, "options": options, "result": build(partial)}
         record["seconds"] = round(time.perf_counter() - start, 2)
         record = sealed(record, checksums(partial))
-        (partial / _STAGE_FILE).write_text(
-            json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8"
-        )
+        text = json.dumps(record, indent=1, ensure_ascii=False)
+        (partial / _STAGE_FILE).write_text(text, encoding="utf-8")
         if folder.exists():
             # the folder around it is not what it says any more
             (folder.parent / "manifest.json").unlink(missing_ok=True)
@@ -82,23 +73,18 @@ def write_manifest(
     """Writes `manifest.json` in one step and returns it.
 
     Args:
-        path: the file.
-        options: those of the run.
-        source: what was read.
-        record: what [`run_stage`] returned, by stage: "tokenizer" and the splits among them.
-        splits: the stages that are splits.
+        options: those of the run; source: what was read.
+        record: what [`run_stage`] returned, by stage: "tokenizer" and the `splits` among them.
         start: `time.perf_counter()` at the beginning of the run.
     """
+    of_stages = ("key", "seconds", "reused")
     manifest = {
         "hf_infini": __version__,
         "options": options,
         "source": source,
         "tokenizer": record["tokenizer"]["result"],
         "splits": {name: record[name]["result"] for name in splits},
-        "stages": {
-            name: {key: stage[key] for key in ("key", "seconds", "reused")}
-            for name, stage in record.items()
-        },
+        "stages": {name: {key: stage[key] for key in of_stages} for name, stage in record.items()},
         "wall_seconds": round(time.perf_counter() - start, 2),
         "peak_memory_bytes": peak_memory_bytes(),
     }

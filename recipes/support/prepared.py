@@ -17,11 +17,8 @@ BATCH_ROWS = 512
 
 
 def open_rows(data: Path, split: str) -> "datasets.Dataset":
-    """A split of a prepared folder.
-
-    Raises UserError where files are missing or damaged, or the rows are not those that the manifest
-    tells of.
-    """
+    """A split of a prepared folder; UserError where files are missing or damaged, or the rows are
+    not those that the manifest tells of."""
     from datasets import disable_progress_bars, load_from_disk
 
     disable_progress_bars()
@@ -40,9 +37,8 @@ def open_rows(data: Path, split: str) -> "datasets.Dataset":
         raise UserError(f"{folder} cannot be read: {one_line(error)[:200]}; {REMEDY}") from error
     if not same:
         raise UserError(f"{folder} has other rows than manifest.json says; {REMEDY}")
-    return rows.select_columns(
-        [name for name in ("input_ids", "labels") if name in rows.column_names]
-    )
+    names = [name for name in ("input_ids", "labels") if name in rows.column_names]
+    return rows.select_columns(names)
 
 
 def open_folders(option: str, folders: list[str], split: str) -> "dict[str, datasets.Dataset]":
@@ -60,17 +56,15 @@ def read_tokenizer(data: Path):
     that made the rows."""
     from transformers import AutoTokenizer
 
-    folder, made = Path(data) / "tokenizer", read_manifest(data)["tokenizer"]
+    folder, made = Path(data) / "tokenizer", read_manifest(data)["tokenizer"]["vocabulary"]
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        how = {"local_files_only": True, "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(folder, **how)
     except Exception as error:  # of any library on the way
         raise UserError(f"{folder} cannot be loaded: {one_line(error)[:200]}; {REMEDY}") from error
-    if len(tokenizer) != made["vocabulary"]:
+    if len(tokenizer) != made:
         raise UserError(
-            f"{folder} has {len(tokenizer)} tokens, and made the rows with "
-            f"{made['vocabulary']}; {REMEDY}"
+            f"{folder} has {len(tokenizer)} tokens, and made the rows with {made}; {REMEDY}"
         )
     return tokenizer
 
@@ -81,13 +75,8 @@ def digest(rows: "datasets.Dataset") -> tuple[int, str]:
     found, tokens = hashlib.sha256(), 0
     for start in range(0, len(rows), BATCH_ROWS):
         for name in rows.column_names:
-            values = (
-                rows.data.column(name)
-                .slice(start, BATCH_ROWS)
-                .combine_chunks()
-                .flatten()
-                .to_numpy()
-            )
+            column = rows.data.column(name).slice(start, BATCH_ROWS).combine_chunks()
+            values = column.flatten().to_numpy()
             tokens += values.size if name == "input_ids" else 0
             found.update(values.astype("<i4").tobytes())
     return tokens, found.hexdigest()

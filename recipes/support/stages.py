@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -32,12 +32,10 @@ def locked_folder(path: Path, owner: str | None = None) -> Iterator[Path]:
     killed run left.
 
     Args:
-        path: the folder.
         owner: the recipe that writes there, see [`claim_folder`]; `None`: the caller sees to that
             itself.
 
-    Raises:
-        UserError: another process holds the folder, or it is not the owner's.
+    Raises UserError where another process holds the folder, or it is not the owner's.
     """
     if owner is not None:
         claim_folder(path, owner)
@@ -64,14 +62,11 @@ def claim_folder(path: Path, owner: str) -> None:
         if (found := note.read_text(encoding="utf-8", errors="replace")) != owner:
             raise UserError(f"--out {path} is a folder of {found}: choose another one")
         return
-    if (
-        others := [entry.name for entry in path.iterdir() if entry.name != LOCK_FOLDER]
-        if path.exists()
-        else []
-    ):
+    entries = path.iterdir() if path.exists() else ()
+    if others := [entry.name for entry in entries if entry.name != LOCK_FOLDER]:
         raise UserError(
-            f"--out {path} holds other files, such as {min(others)}: choose another "
-            "one, new or empty"
+            f"--out {path} holds other files, such as {min(others)}: choose another one, new or "
+            "empty"
         )
     note.parent.mkdir(parents=True, exist_ok=True)
     write_text(note, owner)
@@ -86,22 +81,19 @@ def source_files(source: str) -> list[Path]:
     path = Path(source)
     if path.is_file():
         return [path]
-    files = (
-        file
-        for file in path.rglob("*")
-        if not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
+    found = [file for file in path.rglob("*") if file.is_file() or not file.exists()]
     return sorted(
-        file for file in files if file.is_file() or file.is_symlink() and not file.is_dir()
+        file
+        for file in found
+        if not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
 
 
 def state_of_files(source: str) -> list[tuple[str, int, int]]:
     """Name, size in bytes and time of change of the files of [`source_files`]: whether a source has
     changed."""
-    states = (
-        (str(file), file.stat(follow_symlinks=file.exists())) for file in source_files(source)
-    )
+    files = source_files(source)
+    states = [(str(file), file.stat(follow_symlinks=file.exists())) for file in files]
     return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
@@ -147,9 +139,11 @@ def read_json(path: Path, entries: dict[str, type] | None = None, remedy: str = 
 
 def read_jsonl(path: Path, entries: dict[str, type] | None = None, remedy: str = "") -> list[dict]:
     """The objects of a JSON-lines file, checked like that of [`read_json`]."""
-    found = _read(
-        path, lambda text: [json.loads(line) for line in text.split("\n") if line], remedy
-    )
+
+    def parse(text: str) -> list:
+        return [json.loads(line) for line in text.split("\n") if line]
+
+    found = _read(path, parse, remedy)
     for number, content in enumerate(found, start=1):
         check_entries(content, entries or {}, f"{path}: line {number}", remedy)
     return found
@@ -159,33 +153,23 @@ def _read(path: Path, parse: Callable[[str], Any], remedy: str):
     try:
         return parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"cannot read {path}: {one_line(error)}; {remedy}".removesuffix("; ")
-        ) from error
+        text = f"cannot read {path}: {one_line(error)}; {remedy}"
+        raise UserError(text.removesuffix("; ")) from error
 
 
 def check_entries(content, entries: dict[str, type], where: Path | str, remedy: str = "") -> None:
     """UserError unless `content` is an object with these names, and values of these types (an int
     is a float as well)."""
     if not isinstance(content, dict):
-        raise UserError(
-            (
-                f"{where} must hold an object of JSON, got a {type(content).__name__}; {remedy}"
-            ).removesuffix("; ")
-        )
+        what = f"must hold an object of JSON, got a {type(content).__name__}"
+        raise UserError(f"{where} {what}; {remedy}".removesuffix("; "))
     for name, kind in entries.items():
         if not isinstance(content.get(name), (int, float) if kind is float else kind):
-            has = (
-                f"{name} of the type {type(content[name]).__name__}"
-                if name in content
-                else (f"no {name}")
-            )
-            raise UserError(
-                (
-                    f"{where} has {has}, and needs {name} of the type "
-                    f"{getattr(kind, '__name__', kind)}; {remedy}"
-                ).removesuffix("; ")
-            )
+            has = f"no {name}"
+            if name in content:
+                has = f"{name} of the type {type(content[name]).__name__}"
+            what = f"has {has}, and needs {name} of the type {getattr(kind, '__name__', kind)}"
+            raise UserError(f"{where} {what}; {remedy}".removesuffix("; "))
 
 
 def to_json(content, where: Path, **how) -> str:
@@ -211,26 +195,16 @@ def write_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def check_place(file: Path, entries: dict[str, type], others: Sequence[Path] = ()) -> None:
-    """UserError unless a recipe can write its files, and would replace only what it wrote itself;
-    checked before hours of work. Makes the folder of the files.
+def check_place(file: Path, entries: dict[str, type]) -> None:
+    """UserError unless a recipe can write its JSON file, and would replace only what it wrote
+    itself; checked before hours of work. Makes the folder of the file.
 
     Args:
-        file: the JSON file.
         entries: what the recipe's own JSON has, see [`read_json`].
-        others: files that are written together with it.
     """
     if file.exists():
-        read_json(
-            file,
-            entries,
-            "it is no such file of this recipe: choose another --out, or move it away",
-        )
-    elif there := [str(other) for other in others if other.exists()]:
-        raise UserError(
-            f"--out: {', '.join(there)} is there without {file}: choose another "
-            "--out, or move it away"
-        )
+        remedy = "it is no such file of this recipe: choose another --out, or move it away"
+        read_json(file, entries, remedy)
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=file.parent):
         pass
@@ -258,9 +232,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     part.mkdir(parents=True)
     try:
         yield part
-        for file in part.rglob("*"):
-            if file.is_file():
-                flush(file)
+        flush_all(part)
         if path.exists():
             shutil.rmtree(path)
         part.rename(path)
@@ -276,8 +248,7 @@ def new_files(folder: Path) -> Iterator[Path]:
     part.mkdir(parents=True)
     try:
         yield part
-        for file in [path for path in part.rglob("*") if path.is_file()]:
-            flush(file)
+        for file in flush_all(part):
             target = folder / file.relative_to(part)
             target.parent.mkdir(exist_ok=True)
             os.replace(file, target)
@@ -286,16 +257,12 @@ def new_files(folder: Path) -> Iterator[Path]:
 
 
 def checksums(folder: Path, files: Iterable[Path] | None = None) -> dict[str, str]:
-    """The checksums of files by their names in `folder`, for [`sealed`].
-
-    Args:
-        folder: where they are.
-        files: some of them; `None`: all, also those of the folders in it.
-    """
-    found = sorted(folder.rglob("*") if files is None else files)
-    return {
-        path.relative_to(folder).as_posix(): _checksum(path) for path in found if path.is_file()
-    }
+    """The checksums of files by their names in `folder`, for [`sealed`]; `None`: of all, also those
+    of the folders in it."""
+    found = [
+        path for path in sorted(folder.rglob("*") if files is None else files) if path.is_file()
+    ]
+    return {path.relative_to(folder).as_posix(): _checksum(path) for path in found}
 
 
 def sealed(record: dict, files: dict[str, str] | None = None) -> dict:
@@ -348,6 +315,14 @@ def flush(file: Path) -> None:
     """Returns when what was written into a file is on the disk and outlives a power cut."""
     with open(file, "rb+") as written:
         os.fsync(written.fileno())
+
+
+def flush_all(folder: Path) -> list[Path]:
+    """All files of a folder, when they are on the disk."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for file in files:
+        flush(file)
+    return files
 
 
 def _part_of(path: Path) -> Path:

@@ -26,14 +26,10 @@ class StepLines(TrainerCallback):
             return
         words = [f"step {line['step']:>6,}"]
         words += [f"{label} {line[name]:.4f}" for name, label in LOSSES.items() if name in line]
-        words += (
-            [f"{line['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in line else []
-        )
-        words += (
-            [f"gates {line['gate_min']:.2f} to {line['gate_max']:.2f}"]
-            if "gate_min" in line
-            else []
-        )
+        if "tokens_per_second" in line:
+            words.append(f"{line['tokens_per_second']:,.0f} tokens/s")
+        if "gate_min" in line:
+            words.append(f"gates {line['gate_min']:.2f} to {line['gate_max']:.2f}")
         seconds = (time.perf_counter() - self.began) / (line["step"] - self.first_step)
         say("   ".join([*words, f"{duration(seconds * (state.max_steps - line['step']))} left"]))
 
@@ -52,20 +48,13 @@ def duration(seconds: float) -> str:
 
 
 def ending(out: Path, data: Path, result: dict) -> str:
-    """What a run has reached, and the commands that come next; names and texts in columns.
-
-    Args:
-        result: the content of its result.json.
-    """
+    """What a run has reached, by its result.json, and the commands that come next; names and texts
+    in columns."""
     model, speed = shlex.quote(str(out)), f"{result['tokens_per_second']:,.0f} tokens/s"
-    rows = {
-        "reached": f"cross-entropy {result['cross_entropy']:.4f} nats per token, perplexity "
-        f"{result['perplexity']:.2f}, on {result['validation_tokens']:,} validation "
-        "tokens",
-        "trained": f"{result['tokens']:,} tokens in {duration(result['seconds'])}, {speed}",
-        "model": str(out),
-        "next": f"python recipes/evaluate_model.py --model {model} --data "
-        f"{shlex.quote(str(data))}\n{'':9}python recipes/generate.py --model {model} "
-        "--prompt A",
-    }
-    return "\n".join(f"{name:<9}{text}" for name, text in rows.items())
+    return f"""\
+reached  cross-entropy {result["cross_entropy"]:.4f} nats per token, perplexity \
+{result["perplexity"]:.2f}, on {result["validation_tokens"]:,} validation tokens
+trained  {result["tokens"]:,} tokens in {duration(result["seconds"])}, {speed}
+model    {out}
+next     python recipes/evaluate_model.py --model {model} --data {shlex.quote(str(data))}
+         python recipes/generate.py --model {model} --prompt A"""

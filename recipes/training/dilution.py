@@ -40,11 +40,8 @@ class Dilution:
     @classmethod
     def from_options(cls, run, folders: list[str], tokenizer, of: str) -> "Dilution":
         """With the training rows of folders made by recipes/prepare.py, of one length; a UserError
-        where their tokens are not those of `tokenizer`, that of `of`.
-
-        Args:
-            run: options, with `dilute_up_to` and `dilute_share`.
-        """
+        where their tokens are not those of `tokenizer`, that of `of`. `run` has the options
+        `dilute_up_to` and `dilute_share`."""
         from datasets import concatenate_datasets
 
         parts = open_folders("--dilute_with", folders, "train")
@@ -56,11 +53,6 @@ class Dilution:
                 )
         rows = concatenate_datasets([part.select_columns("input_ids") for part in parts.values()])
         return cls(rows.with_format("torch"), run.dilute_up_to, run.dilute_share)
-
-    @property
-    def length(self) -> int:
-        """Tokens of a row of text."""
-        return len(self.rows[0]["input_ids"])
 
     def past(self, model, batch: int, device: torch.device) -> InfiniCache | None:
         """The cache of `model` after one row of text for each of `batch` rows, M and z multiplied
@@ -89,35 +81,24 @@ def weigh_memories(cache: InfiniCache, factors: torch.Tensor) -> InfiniCache:
     return cache
 
 
-def check_given(run) -> None:
-    """UserError for `--dilute_up_to` or `--dilute_share` without `--dilute_with`."""
-    if run.dilute_with is None and (run.dilute_up_to, run.dilute_share) != (32, 1):
-        raise UserError(
-            "--dilute_up_to and --dilute_share do nothing without --dilute_with "
-            "FOLDER: leave them out"
-        )
-
-
-def check_rule(update_rule: str | None, needs: str = "--update_rule linear") -> None:
-    """UserError, which says what it `needs`, unless memories of this rule (`None`: there are none)
-    can be multiplied."""
-    if update_rule != "linear":
-        raise UserError(
-            f"--dilute_with multiplies what the linear rule has written: it needs {needs}"
-        )
-
-
 def check_options(run, optimizer, config) -> None:
     """UserError when `--dilute_with` cannot do what it is for.
 
     Args:
         run, optimizer: the options of recipes/train.py; config: the model's.
     """
-    check_given(run)
     if run.dilute_with is None:
+        if (run.dilute_up_to, run.dilute_share) != (32, 1):
+            raise UserError(
+                "--dilute_up_to and --dilute_share do nothing without --dilute_with FOLDER: leave "
+                "them out"
+            )
         return
-    rule = config.update_rule if attention_of(config) == "infini" else None
-    check_rule(rule, "--attention infini and --update_rule linear")
+    if attention_of(config) != "infini" or config.update_rule != "linear":
+        raise UserError(
+            "--dilute_with multiplies what the linear rule has written: it needs --attention "
+            "infini and --update_rule linear"
+        )
     if context_limit(config) is not None:
         raise UserError(
             "--dilute_with puts text in front of rows that take all positions: give "

@@ -31,7 +31,7 @@ from support.stages import (
     check_unchanged,
     checksums,
     damage,
-    flush,
+    flush_all,
     locked_folder,
     read_json,
     sealed,
@@ -105,38 +105,37 @@ def check_same_run(folder: Path, options: dict) -> None:
         options: what decides the run's outcome, JSON-safe; `run.json` must equal it. An option that
             one of the two does not have counts as None.
     """
-    if not folder.is_dir() or all(
-        entry.name == LOCK_FOLDER or entry.match(LEFTOVER) for entry in folder.iterdir()
-    ):
+    entries = list(folder.iterdir()) if folder.is_dir() else []
+    if all(entry.name == LOCK_FOLDER or entry.match(LEFTOVER) for entry in entries):
         return
     if not (folder / OPTIONS).exists():
         raise UserError(
             f"{folder} is not empty and holds no run of this recipe: choose another --out"
         )
-    started_with = read_json(folder / OPTIONS, {}, "choose another --out, or delete the folder")
-    different = [
-        f"{name} was {started_with.get(name)!r} and is now {options.get(name)!r}"
-        for name in sorted(started_with.keys() | options.keys())
-        if started_with.get(name) != options.get(name)
-    ]
+    before = read_json(folder / OPTIONS, {}, "choose another --out, or delete the folder")
+    names = sorted(before.keys() | options.keys())
+    different = [name for name in names if before.get(name) != options.get(name)]
     if different:
+        what = (
+            f"{name} was {before.get(name)!r} and is now {options.get(name)!r}"
+            for name in different
+        )
         raise UserError(
-            f"{folder} holds a run with other options: {'; '.join(different)}. Continue it with "
-            "its own options, or choose another --out"
+            f"{folder} holds a run with other options: {'; '.join(what)}. Continue it with its own "
+            "options, or choose another --out"
         )
 
 
 def read_result(folder: Path) -> dict:
     """The result.json of a finished run; a UserError where the run is not finished, or this or
     another of its files is damaged."""
-    file = folder / RESULT
-    if not file.exists():
+    if not (folder / RESULT).exists():
         raise UserError(
-            f"{folder} has no {RESULT}: it is not a run of recipes/train.py, or "
-            "finish it with its command"
+            f"{folder} has no {RESULT}: it is not a run of recipes/train.py, or finish it with its "
+            "command"
         )
     remedy = "delete it, and the run's own command goes on from its last checkpoint"
-    result = read_json(file, RESULT_ENTRIES, remedy)
+    result = read_json(folder / RESULT, RESULT_ENTRIES, remedy)
     check_unchanged(folder)
     return result
 
@@ -144,9 +143,7 @@ def read_result(folder: Path) -> dict:
 def mark_complete(checkpoint: Path) -> None:
     """Writes `complete.json`, with the checksums of all files, when these are on the disk: the last
     thing that happens to a checkpoint."""
-    for file in checkpoint.rglob("*"):
-        if file.is_file():
-            flush(file)
+    flush_all(checkpoint)
     write_json(checkpoint / COMPLETE, sealed({}, checksums(checkpoint)))
 
 
@@ -170,14 +167,14 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
         else:
             found = checkpoint
             break
+    said = "; ".join(passed_over)
     if found is None and damaged:
         raise UserError(
-            f"{'; '.join(passed_over)}: put the files back as they were saved, or delete the "
-            f"checkpoints in {folder}, and the run begins again"
+            f"{said}: put the files back as they were saved, or delete the checkpoints in "
+            f"{folder}, and the run begins again"
         )
     if passed_over:
-        start = f"from {found.name}" if found else "from the start"
-        say(f"{'; '.join(passed_over)}: going on {start}")
+        say(f"{said}: going on {f'from {found.name}' if found else 'from the start'}")
     return found
 
 
@@ -198,11 +195,7 @@ def checkpoint_step(path: Path) -> int:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    return [
-        path
-        for path in folder.glob("checkpoint-*")
-        if path.name.removeprefix("checkpoint-").isdigit()
-    ]
+    return [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
 
 
 class RunRecorder(TrainerCallback):
@@ -248,26 +241,21 @@ class RunRecorder(TrainerCallback):
                     f"the training loss is {logs['loss']} at step {state.global_step}: training "
                     "has diverged. Lower the learning rate, or train with --precision float32"
                 )
-            steps = state.global_step - self._last_logged[0]
-            seconds = self.seconds - self._last_logged[1]
+            steps, seconds = self._last_logged
+            steps, seconds = state.global_step - steps, self.seconds - seconds
             self._last_logged = (state.global_step, self.seconds)
             line |= {"train_loss": logs["loss"], "learning_rate": logs["learning_rate"]}
-            line |= {
-                "grad_norm": logs.get("grad_norm"),
-                "tokens_per_second": steps * self.tokens_per_step / seconds,
-            }
+            line |= {"grad_norm": logs.get("grad_norm")}
+            line |= {"tokens_per_second": steps * self.tokens_per_step / seconds}
         elif "eval_loss" in logs:
-            line |= {"eval_loss": logs["eval_loss"], "eval_perplexity": logs["eval_perplexity"]}
+            line |= {name: logs[name] for name in ("eval_loss", "eval_perplexity")}
         else:
             return
         if gates := gate_values(model) if self.reads_memory else {}:
             line |= {"gates": gates} if "eval_loss" in logs else {}
             values = [value for layer in gates.values() for value in layer]
-            line |= {
-                "gate_min": min(values),
-                "gate_mean": statistics.fmean(values),
-                "gate_max": max(values),
-            }
+            line |= {"gate_min": min(values), "gate_mean": statistics.fmean(values)}
+            line["gate_max"] = max(values)
         line["seconds"] = round(self.seconds, 3)
         state.log_history[-1]["line"] = line
         if state.is_world_process_zero:

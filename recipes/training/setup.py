@@ -23,22 +23,16 @@ from .run_folder import lines_of, write_lines
 def data_fingerprint(manifest: dict) -> str:
     """16 hexadecimal digits that change with the tokens of a prepared folder's rows; its name and
     place do not count."""
-    splits = {
-        name: [split["sha256"], split["blocks"], split["tokens"]]
-        for name, split in manifest["splits"].items()
-    }
-    return hashlib.sha256(json.dumps(splits, sort_keys=True).encode()).hexdigest()[:16]
+    splits = manifest["splits"].items()
+    found = {name: [split[key] for key in ("sha256", "blocks", "tokens")] for name, split in splits}
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_rows(data: Path, rows_per_step: int) -> tuple:
     """The training and validation rows of a prepared folder, of which training gets as many as make
-    whole steps.
-
-    Raises UserError when there are too few.
-    """
-    train, validation = (
-        open_rows(data, split).with_format("torch") for split in ("train", "validation")
-    )
+    whole steps; UserError when there are too few."""
+    splits = ("train", "validation")
+    train, validation = (open_rows(data, split).with_format("torch") for split in splits)
     if len(train) < rows_per_step or len(validation) == 0:
         raise UserError(
             f"{data} has {len(train)} training and {len(validation)} validation rows, but one "
@@ -57,17 +51,15 @@ def training_arguments(out: Path | str, options: dict, **more) -> TrainingArgume
             and `save_steps`.
         more: others of the Trainer's.
     """
-    use_cpu, precision = (
-        options["use_cpu"] or not torch.accelerator.is_available(),
-        options["precision"],
-    )
+    use_cpu = options["use_cpu"] or not torch.accelerator.is_available()
+    native, precision = measurement.supports_bfloat16(use_cpu), options["precision"]
     return TrainingArguments(
         output_dir=str(out),
         use_cpu=use_cpu,
         seed=options["seed"],
         per_device_train_batch_size=options["batch_size"],
         gradient_accumulation_steps=options["gradient_accumulation"],
-        bf16=precision == "bf16" or precision == "auto" and measurement.supports_bfloat16(use_cpu),
+        bf16=precision == "bf16" or precision == "auto" and native,
         remove_unused_columns=False,
         save_steps=options["save_steps"],
         # the newest is incomplete while it is being written: the one before must still be there
@@ -114,8 +106,8 @@ def gate_rate(given: float | None, config) -> float | None:
         return 0.01 if given is None else given
     if given is not None:
         raise UserError(
-            "--gate_learning_rate is for the gates of a memory, and this model has "
-            "none: leave it out"
+            "--gate_learning_rate is for the gates of a memory, and this model has none: leave it "
+            "out"
         )
     return None
 
@@ -151,20 +143,16 @@ def check_processes(arguments: TrainingArguments, sharing: int | None = None) ->
 
 def check_sharing(run, optimizer, config, context: int) -> None:
     """UserError or ValueError when processes cannot share rows of so many tokens as
-    `--context_parallel_size` asks them to.
-
-    Args:
-        run, optimizer: the options of recipes/train.py; config: the model's.
-    """
+    `--context_parallel_size` asks them to; of the options of recipes/train.py, and the model's
+    configuration."""
     if run.context_parallel_size in (None, 1):
         return
     refused = {"--dilute_with": run.dilute_with, "--torch_compile": optimizer.torch_compile}
     refused["DeepSpeed"] = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-    for name, given in refused.items():
-        if given:
-            raise UserError(
-                f"--context_parallel_size does not go with {name}: leave one of the two out"
-            )
+    if given := [name for name, value in refused.items() if value]:
+        raise UserError(
+            f"--context_parallel_size does not go with {given[0]}: leave one of the two out"
+        )
     check_shards(config, context, run.context_parallel_size)
 
 
@@ -172,8 +160,4 @@ def checkpointing_name() -> str:
     """TrainingArguments' name for gradient checkpointing, which changed between the supported
     versions."""
     names = {entry.name for entry in dataclasses.fields(TrainingArguments)}
-    return (
-        "activation_checkpointing"
-        if "activation_checkpointing" in names
-        else "gradient_checkpointing"
-    )
+    return f"{'activation' if 'activation_checkpointing' in names else 'gradient'}_checkpointing"

@@ -42,11 +42,8 @@ class PerplexityTrainer(Trainer):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.optimizer_of, self.past_of, self.context_parallel_size = (
-            optimizer_of,
-            past_of,
-            context_parallel_size,
-        )
+        self.optimizer_of, self.past_of = optimizer_of, past_of
+        self.context_parallel_size = context_parallel_size
         self.rows_mesh = None
         if context_parallel_size > 1:
             # The names are accelerate's: its data loaders give all processes along "cp" the same
@@ -82,9 +79,7 @@ class PerplexityTrainer(Trainer):
             return super().compute_loss(model, inputs, num_items_in_batch=items)
         labels = inputs["labels"][:, 1:]
         past = None if self.past_of is None else self.past_of(model, len(labels), labels.device)
-        inputs = inputs | (
-            {"use_cache": False} if past is None else {"use_cache": True, CACHE: past}
-        )
+        inputs = inputs | {"use_cache": past is not None} | ({} if past is None else {CACHE: past})
         learned = (labels != -100).any(0)
         if not self.args.torch_compile and bool(learned.float().mean() <= 0.5):
             # In half precision torch keeps what it has prepared for every number of rows that a
@@ -117,9 +112,16 @@ class PerplexityTrainer(Trainer):
         found = summarize(*self.evaluated.tolist())
         found["loss"] = found["cross_entropy"]
         if self.args.report_to:  # otherwise they are only in metrics.jsonl and not printed
-            for layer, heads in gate_values(self.model).items():
-                found |= {
-                    f"gates/layer_{layer}_head_{head}": value for head, value in enumerate(heads)
-                }
+            found |= gates_by_head(self)
         found = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         return output._replace(metrics={**output.metrics, **found})
+
+
+def gates_by_head(trainer: Trainer) -> dict[str, float]:
+    """sigmoid(gate) of each head, by names for trackers."""
+    gates = gate_values(trainer.model).items()
+    return {
+        f"gates/layer_{layer}_head_{head}": value
+        for layer, heads in gates
+        for head, value in enumerate(heads)
+    }

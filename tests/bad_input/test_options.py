@@ -13,13 +13,10 @@ from running import ROOT, load_recipe
 NEEDED = {
     "benchmark": ["--out", "x.json"],
     "compare_caches": ["--model", "x", "--out", "x", "--text", "x"],
-    "convert": ["--model", "x", "--data", "x", "--out", "x"],
     "evaluate_model": ["--model", "x"],
     "finetune_lora": ["--model", "x", "--adapter", "x", "--data", "x", "--out", "x"],
     "generate": ["--model", "x"],
-    "inspect_heads": ["--model", "x"],
     "mqar": ["--out", "x"],
-    "ngram_baseline": ["--data", "x"],
     "prepare": ["--source", "x", "--out", "x"],
     "prepare_recall": ["--data", "x", "--out", "x"],
     "model_card": [
@@ -120,12 +117,6 @@ WORDS = {
         1,
     ),
     "nothing to study": ("study", [], ["--study"], 1),
-    "grid without values": (
-        "study",
-        ["--data", "x", "--grid", "score="],
-        ["--grid score=", "OPTION=VALUE,VALUE"],
-        1,
-    ),
     "set of broken YAML": (
         "study",
         ["--data", "x", "--set", "train.seed=[1"],
@@ -136,7 +127,6 @@ WORDS = {
 DEVICES = {
     "benchmark": [],
     "generate": ["--prompt", "x"],
-    "inspect_heads": ["--out", "y"],
     "model_card": ["--out", "y"],
 }
 DEVICES["evaluate_model"] = ["--text", "text"]
@@ -217,10 +207,9 @@ STUDIES = {
     "unknown section": ("trian: {}\n", "no section 'trian'"),
     "section of another kind": ("train: [1]\n", "the section 'train'"),
     "a list for one value": (
-        "train: {seed: [1, 2]}\ngrid: {n_layer: [1]}\n",
+        "train: {seed: [1, 2]}\n",
         "unrecognised arguments: 2",
     ),
-    "grid without lists": ("grid: {score: dot}\n", "gives each option a list of values"),
 }
 
 

@@ -118,7 +118,7 @@ def test_what_is_no_prepared_folder(case, base, data, tmp_path, capsys):
     assert not (tmp_path / "found.json").exists()
 
 
-@pytest.mark.parametrize("recipe", ["train", "study", "ngram_baseline", "dilute", "prepare_recall"])
+@pytest.mark.parametrize("recipe", ["train", "study", "dilute", "prepare_recall"])
 def test_all_readers_refuse(recipe, base, data, tmp_path, capsys):
     for file in data.glob("*/*.arrow"):
         flip(file)
@@ -126,7 +126,6 @@ def test_all_readers_refuse(recipe, base, data, tmp_path, capsys):
     words = {
         "train": training(data, out),
         "study": ["--runs", small_run(base), "--data", data, "--out", out],
-        "ngram_baseline": ["--data", data],
         "dilute": training(small_data(base), out, "--dilute_with", data),
         "prepare_recall": [
             "--data",

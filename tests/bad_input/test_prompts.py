@@ -140,7 +140,6 @@ TEXTS = {
         ["--prompt", "o", "--max_new_tokens", "64"],
         "64 learned positions",
     ),
-    "empty to inspect": ("inspect_heads", ["--text_file", "empty"], "the text is empty"),
     "binary": ("evaluate_model", ["--text", "binary", "--length", "32"], "binary"),
     "too long rows": (
         "evaluate_model",

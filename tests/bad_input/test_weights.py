@@ -14,7 +14,7 @@ from support import stages
 
 CARD = ["--language", "en", "--data_license", "none", "--prompt", "To"]
 NUMBERS = {"NaN": torch.nan, "infinite": torch.inf, "minus infinite": -torch.inf}
-PLAIN = ("generate", "evaluate_model", "compare_caches", "inspect_heads", "train")
+PLAIN = ("generate", "evaluate_model", "compare_caches", "train")
 RECIPES = (*PLAIN, "study", "model_card")
 
 
@@ -39,7 +39,6 @@ def words_of(name: str, base, run, out) -> list:
         "generate": ["--model", run, "--prompt", "To be", "--max_new_tokens", 2],
         "evaluate_model": ["--model", run, "--data", data, "--out", out],
         "compare_caches": ["--model", run, "--attribute", "--data", data, "--out", out],
-        "inspect_heads": ["--model", run, "--text", "To be", "--out", out],
         "train": training(data, out, "--init_from", run),
         "study": ["--runs", run, "--data", data, "--out", out],
         "model_card": ["--run", run, "--out", out, *CARD],
@@ -57,7 +56,7 @@ def test_all_recipes_refuse_them(name, base, run, tmp_path, capsys):
         resealed(entry("files", value=found))(run / "result.json")
     words = words_of(name, base, run, tmp_path / "out")
     refused(load_recipe(name).main, words, capsys, str(run), "not finite", spoilt, keeps=run)
-    assert not (tmp_path / "out.json").exists() and not (tmp_path / "out" / "heads.html").exists()
+    assert not (tmp_path / "out.json").exists()
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bad_input import contents
 from commands import command_in, save_models
@@ -24,6 +24,7 @@ from hf_infini.cache.files import read_memory_file
 from hf_infini.models.loading import find_folder
 from hf_infini.tools import reader
 from hf_infini.tools.one_line import Ended, one_line, while_
+from models import causal_mha, gpt2
 
 WEIGHTS = "model.safetensors"
 OPTIONS = {"segment_length": 16, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 24}
@@ -290,6 +291,29 @@ OTHER_FAMILIES += ["bloom", "mpt", "ctrl", "cpmant", "xlnet"]  # without rotary 
 def test_an_estimate_of_a_model_without_such_layers_is_refused(kind, run, tmp_path):
     text("config.json", json.dumps({"model_type": kind}))(tmp_path)
     refused(run, ["estimate", tmp_path], "cannot have Infini-attention")
+
+
+def test_pages_that_cannot_be_are_refused(folders, run, tmp_path, monkeypatch):
+    tokenizer, document = AutoTokenizer.from_pretrained(folders["plain"]), folders["play.txt"]
+    for model in (gpt2(vocab_size=400), causal_mha(attention="none", vocab_size=400)):
+        for part in (model, tokenizer):
+            part.save_pretrained(tmp_path / model.config.model_type)
+    page = tmp_path / "page.html"
+    words = ["--out", page, "--max-tokens"]
+    run("inspect", tmp_path / "gpt2", document, *words, 64, "--layers", 2, "--layers", 0)
+    found = re.findall(r'"layer": ?(\d+)', page.read_text("utf-8"))
+    assert found == ["0", "2"]
+    run("inspect", tmp_path / "gpt2", document, *words[:2])  # as many tokens as it has positions
+    page.unlink()
+    for name, more, mention in (
+        ("gpt2", [65], "64 positions: give at most so many --max-tokens"),
+        ("gpt2", [9, "--layers", 3], "layers must be numbers from 0 to 2"),
+        ("causal_mha", [9], "no attention heads in these layers"),
+    ):
+        refused(run, ["inspect", tmp_path / name, document, *words, *more], mention)
+    monkeypatch.setattr(command, "LARGEST_PAGE", 1000)
+    refused(run, ["inspect", tmp_path / "gpt2", document, *words, 9], "fewer --layers or --max-")
+    assert not page.exists()
 
 
 def test_options_that_would_do_nothing_are_refused(folders, run, tmp_path):

@@ -247,9 +247,9 @@ def test_a_page_has_so_many_tokens_that_some_are_kept(folders, run, tmp_path, mo
     seen = []
     inspect = command.inspect_attention
 
-    def counted(net, ids, tokenizer):
+    def counted(net, ids, tokenizer, **options):
         seen.append(ids.shape[1])
-        return inspect(net, ids, tokenizer)
+        return inspect(net, ids, tokenizer, **options)
 
     monkeypatch.setattr(command, "inspect_attention", counted)
 

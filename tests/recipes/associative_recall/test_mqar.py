@@ -11,7 +11,6 @@ import torch
 from torch.nn import functional as F
 
 from associative_recall import model as models
-from associative_recall import training as trainings
 from associative_recall.rows import Part, Rows, make_all_rows, make_rows, seeds_of
 from associative_recall.training import summarize, train
 from bad_input import refused
@@ -267,28 +266,6 @@ def test_the_training_is_that_of_zoology(tmp_path):
     for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         # Adam makes steps of 0.01 of whatever is not 0
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_steps_in_graphs_are_those_without(tmp_path, monkeypatch):
-    """Losses and weights, with dropout, smaller last batches, and after a restart that began on the
-    CPU."""
-    training, tests = make_all_rows([Part(16, 2, 44), Part(24, 3, 12)], [Part(16, 2, 4)], 40, 5)
-    options = SimpleNamespace(epochs=4, batch_size=8, stop_above=1, precision="float32", seed=5)
-    found = []
-    for steps in (trainings.GraphedSteps, trainings.Steps):
-        monkeypatch.setattr(trainings, "GraphedSteps", steps)
-        file, once = (
-            tmp_path / f"{steps.__name__}.pt",
-            SimpleNamespace(**{**vars(options), "epochs": 1}),
-        )
-        train(build("gated_delta").float(), training, tests, once, 0.01, file)
-        model = build("gated_delta").float().cuda()
-        history = train(model, training, tests, options, 0.01, file)
-        found.append(([line["loss"] for line in history], [*model.parameters()]))
-    assert found[0][0] == found[1][0] and all(
-        torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True)
-    )
 
 
 def weights(folder) -> dict[str, torch.Tensor]:

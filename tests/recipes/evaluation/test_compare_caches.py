@@ -81,7 +81,6 @@ def test_a_cache_that_holds_everything_is_the_plain_model(folder, tmp_path, caps
     }
     assert closed["window", 32] == 0 and closed["half", 144] == pytest.approx(1, abs=1e-3)
     assert "| half, 144" in capsys.readouterr().out
-    assert (tmp_path / "nats.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_run_goes_on_after_the_last_finished_contestant(folder, tmp_path, monkeypatch):
@@ -179,7 +178,6 @@ def test_numbers_and_facts_are_counted_by_length(folder, tmp_path, monkeypatch):
     # All depths are one sample: each has other numbers, and all contestants and lengths have the
     # same
     assert len(asked) == 16 and len({*asked}) == 4 and {*asked[:4]} == {*asked}
-    assert (tmp_path / "found.png").stat().st_size > 1000
 
 
 def test_a_way_that_is_not_possible_is_named_and_the_others_are_shown(folder, tmp_path, capsys):
@@ -226,11 +224,7 @@ def test_a_part_of_a_model_is_the_model_that_never_had_the_others(folder, tmp_pa
 
     found = parts(**kept)
     out = capsys.readouterr().out
-    assert (
-        "| no kept tokens" in out
-        and "gap closed" not in out
-        and (tmp_path / "parts.png").stat().st_size > 1000
-    )
+    assert "| no kept tokens" in out and "gap closed" not in out
     assert len({tuple(losses) for losses in found.values()}) == 5
     longer = caches.window_of_equal_bytes(load_causal_lm(tmp_path / "model").config)
     # With heads 8 wide a memory in float32 takes as many bytes as 9 keys and values of 16 bits, and

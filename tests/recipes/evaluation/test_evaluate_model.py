@@ -139,7 +139,7 @@ def test_what_is_refused(model_and_data, base, tmp_path, capsys):
     for options, message in (
         (["--data", "x", "--text", "y"], "exactly one of --data and --text"),
         (["--text", "nowhere.txt"], "no file nowhere.txt"),
-        (["--text", __file__, "--model", "nowhere"], "cannot load nowhere"),
+        (["--text", __file__, "--model", "nowhere"], "while loading the model nowhere"),
         (["--text", __file__, "--samples", 3], "--samples does nothing with --task perplexity"),
         (
             ["--data", data, "--split", "test"],

@@ -96,7 +96,7 @@ def test_what_is_refused(base, capsys, long_prompt):
         (["--prompt", "a", "--top_k", "5"], "--top_k has no effect on greedy search"),
         (["--prompt", "a", "--prompt_file", "x"], "not both"),
         (["--prompt_file", "none.txt"], "none.txt"),
-        (["--prompt", "a", "--model", "nowhere"], "cannot load nowhere"),
+        (["--prompt", "a", "--model", "nowhere"], "while loading the model nowhere"),
         (
             ["--prompt", long_prompt[:60], "--max_new_tokens", 5],
             "65 tokens, but this model has 64 learned positions",

@@ -292,63 +292,34 @@ def test_finished_runs_are_compared(base, content, tmp_path, capsys):
     refused(study.main, ["--runs", base, *words[3:]], capsys, "has no result.json")
 
 
-# --- sweeps ---------------------------------------------------------------------------------------
+# --- seeds ----------------------------------------------------------------------------------------
 
 
-def test_a_grid_with_seeds_goes_on_when_one_fails(base, finished, tmp_path, capsys):
-    train = {
-        "model": "causal_mha",
-        "n_layer": 1,
-        "n_embd": 16,
-        "n_head": 2,
-        "batch_size": 8,
-        "max_steps": 2,
-    }
-    train["use_cpu"] = True
-    (tmp_path / "train.yaml").write_text(json.dumps(train))
-    words = [
-        "--train",
-        tmp_path / "train.yaml",
-        "--data",
-        base / "out" / "data" / "base",
-        "--out",
-        tmp_path / "out",
-    ]
-    words += [
-        "--grid",
-        "attention=global,none",
-        "position_encoding=alibi",
-        "--set",
-        "train.eval_rows=8",
-    ]
-    study.main([*map(str, words), "--seeds", "0", "1"])
+def test_variants_with_seeds_go_on_when_one_fails(base, finished, tmp_path, capsys):
+    options = "model: causal_mha, n_layer: 1, n_embd: 16, n_head: 2, batch_size: 8, max_steps: 2"
+    (tmp_path / "train.yaml").write_text(f"{{{options}, use_cpu: true}}")
+    words = ["--train", tmp_path / "train.yaml", "--data", base / "out" / "data" / "base"]
+    words += ["--out", tmp_path / "out", "--set", "train.position_encoding=alibi"]
+    words += ["variants.all.attention=global"]
+    study.main([*map(str, words), "variants.none.attention=none", "--seeds", "0", "1"])
     text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     content = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
-    impossible = "attention=none,position_encoding=alibi"
     statuses = {run["name"]: run["status"] for run in content["runs"]}
-    assert len(statuses) == 4 and {n for n, s in statuses.items() if s != "finished"} == {
-        impossible,
-        f"{impossible},seed=1",
-    }
-    assert (
-        f"- {impossible}: not possible: position_encoding='alibi' acts inside the attention" in text
-    )
-    losses = {found["name"]: found["cross_entropy"]["value"] for found in content["variants"]}
-    best = min(losses, key=losses.get)
+    assert len(statuses) == 4
+    assert {n for n, s in statuses.items() if s != "finished"} == {"none", "none,seed=1"}
+    assert "- none: not possible: position_encoding='alibi' acts inside the attention" in text
     # A row's loss is the mean over the seeds, whose spread has its own column
-    found = variant(content, best)
-    each = [result(tmp_path / "out" / name)["cross_entropy"] for name in (best, f"{best},seed=1")]
-    assert each[0] != each[1] and found["cross_entropy"]["value"] == pytest.approx(
-        sum(each) / 2, rel=1e-5
-    )
+    found = variant(content, "all")
+    each = [result(tmp_path / "out" / name)["cross_entropy"] for name in ("all", "all,seed=1")]
+    assert each[0] != each[1]
+    assert found["cross_entropy"]["value"] == pytest.approx(sum(each) / 2, rel=1e-5)
     assert found["deviation"] == pytest.approx(abs(each[0] - each[1]) / math.sqrt(2), rel=1e-3)
     assert f"± {found['deviation']:.4f} (2)" in text
 
     # Asked for with other options, a finished run is refused, and the others go on
-    words[7:] = [best.split(",")[0], "position_encoding=alibi", "--set", "train.max_steps=3"]
-    shutil.copytree(tmp_path / "out" / best, tmp_path / "out" / f"old,{best}")
+    words += ["variants.new.n_inner=8", "variants.new.attention=global", "train.max_steps=3"]
     with pytest.raises(SystemExit):
-        study.main([*map(str, words), "variants.new.n_inner=8", "variants.old={}"])
+        study.main([*map(str, words)])
     said = capsys.readouterr().err
     assert "1 of 2 runs failed" in said and "max_steps was 2 and is now 3" in said
-    assert (tmp_path / "out" / f"new,{best}" / "result.json").is_file()
+    assert (tmp_path / "out" / "new" / "result.json").is_file()

@@ -1,4 +1,4 @@
-"""What a study is asked for: files of variants, settings, grids, refusals; its processes and the
+"""What a study is asked for: files of variants, settings, refusals; its processes and the
 characters of texts."""
 
 import os
@@ -76,29 +76,14 @@ def test_settings_go_above_files_and_variants_above_what_all_share(tmp_path):
     assert words == ["--layers", "0", "2", "--use_cpu", "True", "--gate_init", "-4.5"]
 
 
-def test_grids_and_seeds_make_names(tmp_path):
-    settings = [
-        "variants={s1: , best: }",
-        "grid={init_from: [runs/a, none], n_layer: [1]}",
-        "seeds=[0, 3]",
-    ]
-    runs = planned(tmp_path, settings=settings)
+def test_variants_and_seeds_make_names(tmp_path):
+    runs = planned(tmp_path, settings=["variants={s1: , 'a b': {n_layer: 1}}", "seeds=[0, 3]"])
     names = [run.name for run in runs]
-    assert (
-        names[:2] == ["s1,init_from=runs_a,n_layer=1", "s1,init_from=runs_a,n_layer=1,seed=3"]
-        and len(set(names)) == 8
-    )
-    assert (
-        runs[1].options == {"init_from": "runs/a", "n_layer": 1, "seed": 3}
-        and runs[1].variant == runs[0].variant
-    )
-    assert runs[-1].folder == tmp_path / names[-1]
+    assert names == ["s1", "s1,seed=3", "a_b", "a_b,seed=3"]
+    assert runs[3].options == {"n_layer": 1, "seed": 3} and runs[3].variant == "a b"
+    assert runs[3].folder == tmp_path / names[3]
     (only,) = planned(tmp_path, settings=["seeds=[5]", "train.seed=5"])
     assert only.name == "run"
-    assert plan.parse_grid(["score=dot,general", "n_layer=1"]) == {
-        "score": ["dot", "general"],
-        "n_layer": ["1"],
-    }
 
 
 REFUSED = [
@@ -121,10 +106,8 @@ REFUSED = [
         "has no section 'training'; it may have data, train, variants",
     ),
     (["--set", "train=3"], "the section 'train' of a study is a dict, got 3"),
-    (["--set", "grid=3"], "the section 'grid' of a study is a dict, got 3"),
     (["--set", "train.n_layer"], "give SECTION.NAME=VALUE"),
     (["--set", "train.n_layer=[1"], "is not valid YAML"),
-    (["--set", "grid.n_layer=3"], "gives each option a list of values"),
     (
         ["--set", "variants.s1=3"],
         "variant 's1': give options of train.py and, in 'data', of prepare.py, got 3",
@@ -137,22 +120,18 @@ REFUSED = [
         ["--set", "evaluate.long.data=x"],
         "'data' cannot be an option of evaluate_model.py in a study: study.py sets it",
     ),
-    (["--grid", "score=dot,"], "--grid score=dot,: give OPTION=VALUE,VALUE"),
-    (["--grid", "score=dot", "score=general"], "score is named twice"),
-    (["--grid", "n_layer=1,1"], "would share the folder s1,n_layer=1"),
-    (["--grid", "seed=0,1"], "a study's seeds are in 'seeds'"),
     (["--data", "data/x"], "exactly one of --source and --data"),
     (["--runs", "a", "b"], "--study is for runs to be trained"),
 ]
 REFUSED_ALONE = [
     (
         ["--data", "x"],
-        "give what is to be trained with --study, --train or --grid, or finished runs with --runs",
+        "give what is to be trained with --study, --train or --set, or finished runs with --runs",
     ),
     (["--runs", "x/a", "y/a", "--data", "x"], "give folders of different names"),
     (["--runs", "a", "--data", "x", "--jobs", "2"], "--jobs is for runs to be trained"),
     (
-        ["--grid", "n_layer=1", "--data", "x", "--set", "data.context=8"],
+        ["--data", "x", "--set", "train.n_layer=1", "data.context=8"],
         "would have no effect, as --data is given",
     ),
     (
@@ -177,45 +156,16 @@ def test_what_is_refused(tmp_path, capsys):
 
 
 def test_what_is_given_later_goes_above(tmp_path, capsys):
-    words = [
-        "--study",
-        VARIANTS,
-        "--source",
-        "biographies",
-        "--dry_run",
-        "--out",
-        str(tmp_path),
-        "--grid",
-        "n_embd=32,64",
-    ]
-    words += [
-        "--set",
-        "train.learning_rate=2",
-        "variants.i2.learning_rate=3",
-        "variants.s1=",
-        "variants.s1.n_layer=5",
-    ]
-    study.main(
-        [
-            *words,
-            "data.fraction=0.5",
-            "evaluate.long.length=99",
-            "grid.n_head=[1]",
-            "grid.n_embd=[7]",
-        ]
+    words = ["--study", VARIANTS, "--source", "biographies", "--dry_run", "--out", str(tmp_path)]
+    settings = (
+        "train.learning_rate=2 variants.i2.learning_rate=3 variants.s1= variants.s1.n_layer=5"
     )
+    settings += " data.fraction=0.5 evaluate.long.length=99"
+    study.main([*words, "--set", *settings.split()])
     text = capsys.readouterr().out
-    counts = {
-        "learning_rate 3 ": 2,
-        "learning_rate 2 ": 10,
-        "n_layer 5 ": 2,
-        "length 99 ": 12,
-        "n_head 1 ": 12,
-    }
-    assert {option: text.count(f"--{option}") for option in counts} == counts and text.count(
-        "--fraction 0.5 "
-    ) == 1
-    assert text.count("--n_embd 64 ") == 6 and "--n_embd 7 " not in text
+    counts = {"learning_rate 3 ": 1, "learning_rate 2 ": 5, "n_layer 5 ": 1, "length 99 ": 6}
+    counts["fraction 0.5 "] = 1
+    assert {option: text.count(f"--{option}") for option in counts} == counts
 
 
 def test_characters_of_tokens_add_up_to_the_text():
