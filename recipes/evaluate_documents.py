@@ -70,7 +70,10 @@ class Options:
     )
     chat: bool = option(True, "Use the model's chat template, where it has one.")
     ways: list[str] = option(
-        ["plain", "window", "kept", "recall", "bm25"], "What is compared.", choices=[*WAYS], group="ways"
+        ["plain", "window", "kept", "recall", "bm25"],
+        "What is compared.",
+        choices=[*WAYS],
+        group="ways",
     )
     against: str = option(
         "plain", "The way whose results are taken off the others'.", choices=[*WAYS]

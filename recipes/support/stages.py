@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -195,16 +195,20 @@ def write_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def check_place(file: Path, entries: dict[str, type]) -> None:
-    """UserError unless a recipe can write its JSON file, and would replace only what it wrote
-    itself; checked before hours of work. Makes the folder of the file.
+def check_place(file: Path, entries: dict[str, type], others: Sequence[Path] = ()) -> None:
+    """UserError unless a recipe can write its files, and would replace only what it wrote itself;
+    checked before hours of work. Makes the folder of the files.
 
     Args:
+        file: the JSON file.
         entries: what the recipe's own JSON has, see [`read_json`].
+        others: files that are written together with it.
     """
+    remedy = "choose another --out, or move it away"
     if file.exists():
-        remedy = "it is no such file of this recipe: choose another --out, or move it away"
-        read_json(file, entries, remedy)
+        read_json(file, entries, f"it is no such file of this recipe: {remedy}")
+    elif there := [str(other) for other in others if other.exists()]:
+        raise UserError(f"--out: {', '.join(there)} is there without {file}: {remedy}")
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=file.parent):
         pass
