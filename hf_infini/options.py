@@ -98,8 +98,8 @@ def options_of_cache(cache_tokens: int, **options) -> dict[str, Any]:
     """The options of a pretrained model whose cache holds so many tokens a head.
 
     Four first tokens stay (sinks). Where attention decides what is kept, the window has half of the
-    rest in short segments; with a learned score up to 256 tokens. All others are kept tokens. There
-    is no memory, unless an `update_rule` is given.
+    rest in short segments; with other scores up to 256 tokens. All others are kept tokens. There is
+    no memory, unless an `update_rule` is given.
 
     Args:
         cache_tokens: sinks, window and kept tokens together, on average over the layers.
@@ -122,6 +122,8 @@ def options_of_cache(cache_tokens: int, **options) -> dict[str, Any]:
         window, segment = cache_tokens // 2, SHORT_SEGMENT
     segment = min(segment, window // 2)
     segments = window // segment
+    if options.get("keep_score") == "recent":  # a text that fits is all seen, as by a plain model
+        options = {"mask_special_tokens": False, **options}
     return {
         "update_rule": "none",
         "segment_length": segment,
@@ -177,8 +179,9 @@ class MemoryOptions(ConfigBase):
             the window, which fades (a token that is `2 * kept_tokens` older must have received e
             times as much); `"learned"`, those with the largest w·x, with x the input of the layer's
             projections and a w for each key/value head that starts at zero (then the earliest are
-            kept); `"half"`, half of the places for each of the two; or `"key_norm"`, those with the
-            smallest keys, which needs neither attention nor learning.
+            kept); `"half"`, half of the places for each of the two; `"key_norm"`, those with the
+            smallest keys, which needs neither attention nor learning; or `"recent"`, the latest,
+            until a question recalls others ([`InfiniCache.recall`]).
         gate_init (`float`, *optional*, defaults to 0.0):
             First value of every head's gate logit β; the memory's share of the output is
             sigmoid(β).

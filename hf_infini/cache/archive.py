@@ -312,11 +312,13 @@ class Archive:
         return sum(part.nbytes for part in held.values() if isinstance(part, Tensor))
 
 
-def saved(archive: Archive, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def saved(archive: Archive, path: Path) -> tuple[Archive, dict[str, Any], dict[str, Tensor]]:
     """What a memory file at this path says of an archive: the entry of its record, and tensors. The
     blocks are written beside it first, unless they are in one file there already; into one that has
-    its name from their checksums, so that older memory files keep theirs."""
-    rows, tensors = archive.rows(), {}
+    its name from their checksums, so that the older memory file keeps its own until it is replaced.
+    And the archive, those of whose blocks that were in a file are in the new one."""
+    before, tensors = archive.rows(), dict[str, Tensor]()
+    rows: Sequence[Row] = before
     own_name = path.with_name(path.name.removesuffix(".partial"))  # of a text that is being read
     there = {
         block.file.path if isinstance(block, Stored) else None
@@ -333,7 +335,16 @@ def saved(archive: Archive, path: Path) -> tuple[dict[str, Any], dict[str, Tenso
         tensors |= {f"archive.{number}.{name}": tensor for name, tensor in own.items()}
     file = next((block.file.path.name for row in rows for block in row.blocks), None)
     parts = [[*part[:3], str(part.dtype).removeprefix("torch.")] for part in rows[0].parts]
-    return {"file": file, "parts": parts}, tensors
+    moved = [
+        own._replace(
+            blocks=tuple(
+                new if isinstance(old, Stored) else old
+                for old, new in zip(own.blocks, row.blocks, strict=True)
+            )
+        )
+        for own, row in zip(before, rows, strict=True)
+    ]
+    return Archive(moved, archive.file), {"file": file, "parts": parts}, tensors
 
 
 def archives_of(path: Path) -> list[Path]:

@@ -529,10 +529,11 @@ class InfiniCache(Cache):
         }
         tensors = self.tensors()
         if self.archive is not None:
-            record["archive"], of_archive = saved(self.archive, Path(path))
+            archive, record["archive"], of_archive = saved(self.archive, Path(path))
             tensors |= of_archive
         write_memory_file(path, tensors, record)
         if self.archive is not None:
+            self.archive = archive
             for old in archives_of(Path(path)):
                 if old.name != record["archive"]["file"]:
                     old.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 and the reference of every test: of the code that it judges it uses nothing."""
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from ..options import Window
 from .checks import check_arguments, check_types
 from .keeping import token_score
 from .positions import rotate
+from .recall import BLOCK_TOKENS, K1, REACH, C
 from .rules import RULES, memory_rule
 from .state import InfiniState, check_shapes
 
@@ -366,3 +368,37 @@ class _Head:
         return found | {
             name: torch.tensor(count, device=self.memory.device) for name, count in counts.items()
         }
+
+
+def naive_relevance(terms: list[int], question: list[int]) -> list[float]:
+    """[`block_relevance`] of lists, term by term."""
+    blocks = [terms[at : at + BLOCK_TOKENS] for at in range(0, len(terms), BLOCK_TOKENS)]
+    blocks = [[term for term in block if term >= 0] for block in blocks]
+    mean = max(sum(map(len, blocks)) / max(len(blocks), 1), 1)
+
+    def bm25(block) -> float:
+        found = 0.0
+        for term in (each for each in question if each in block and each >= 0):
+            having = sum(term in other for other in blocks)
+            rarity = math.log(1 + (len(blocks) - having + 0.5) / (having + 0.5))
+            often, length = block.count(term), 1 - C + C * len(block) / mean
+            found += rarity * often * (K1 + 1) / (often + K1 * length)
+        return found
+
+    own = dict(enumerate(map(bm25, blocks)))
+    near = range(-REACH, REACH + 1)
+    return [sum((1 - abs(d) / (REACH + 1)) * own.get(b + d, 0) for d in near) for b in own]
+
+
+def naive_recalled(
+    relevance: list[float], eligible: list[bool], seen: int, window: Window
+) -> tuple[list[int], list[int]]:
+    """[`recalled_numbers`], token by token, of a document of which so many were `seen`; all that
+    have left the window where it keeps them anyway."""
+    ranked = sorted(range(len(relevance)), key=lambda b: (-relevance[b], b if relevance[b] else -b))
+    rank = [ranked.index(number // BLOCK_TOKENS) for number in range(seen)]
+    begun = seen // window.segment_length - window.local_segments
+    left = range(window.sink_tokens, max(begun * window.segment_length, 0))
+    best = sorted((rank[number], number) for number in left if eligible[number])
+    numbers = sorted(number for _, number in best[: window.kept_tokens])
+    return numbers, [rank[number] for number in numbers]

@@ -85,6 +85,5 @@ def recall_score(ranks: Tensor, displaced: bool) -> Tensor:
     """Scores of recalled tokens by the rank of their block. Where they may be `displaced`, each is
     below all that a [`TokenScore`] gives, and the least relevant ones make room for what is read
     after them; a memory would take in once more what it has, so with one they stay."""
-    if displaced:
-        return -(2.0**100) * (1 + ranks.float())
-    return torch.full_like(ranks, torch.finfo(torch.float32).max, dtype=torch.float32)
+    ranks = ranks.float()  # whole numbers, which float32 has up to 2²⁴
+    return 2.0**80 * (-1 - ranks if displaced else 2.0**24 - ranks)

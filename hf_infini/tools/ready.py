@@ -91,6 +91,7 @@ def recalling(net, kept_tokens: int, at_most: bool = False):
         most = min(KEPT_TOKENS, trained_places(net.config) - window.places)
         kept_tokens = max(PLACES_STEP, min(most, -(-kept_tokens // PLACES_STEP) * PLACES_STEP))
     options = WINDOW | {"kept_tokens": int(kept_tokens), "keep_score": "recent"}
+    options["mask_special_tokens"] = False  # as the plain model, which sees them
     return patch_model(net, **options | positions_of(net)).eval()
 
 

@@ -211,14 +211,35 @@ def test_ask_reads_once(folders, run, tmp_path):
     assert len([*file.parent.glob("*.safetensors")]) == 2 and plain.err.count("reading") >= 1
 
 
+def test_a_plain_model_recalls_without_a_fit(folders, run, tmp_path):
+    """A text that fits into its places is answered as by the plain model, with no fit; one that
+    does not says what it looked at, from an archive that the next start finds."""
+    asked = ["--device", "cpu", "-q", "Who is the king?", "--max-new-tokens", 5]
+    done = run("ask", folders["plain"], folders["play.txt"], *asked)
+    assert "fitting" not in done.err and "MB of archive" in done.err
+    text = read_document(folders["play.txt"])
+    said = answer(folders["plain"], f"{text}\n\nQuestion: Who is the king?")
+    assert done.out.strip() == said.strip()
+
+    words = [folders["plain"], folders["play.txt"], *asked, "--kept-tokens", 70, "--sources"]
+    first, second = run("ask", *words), run("ask", *words)
+    assert "reading:" in first.err and "reading:" not in second.err
+    assert first.out == second.out and "  [1] " in first.err
+    run("read", *words[:4], "--kept-tokens", 70, "--out", tmp_path / "m")
+    assert (tmp_path / "m.archive").stat().st_size > 0
+    went_on = run("continue", folders["plain"], tmp_path / "m", " The king", *asked[:2], *asked[4:])
+    assert went_on.out.strip()
+
+
 def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
     monkeypatch.setattr(ready, "WINDOW", ready.WINDOW | {"segment_length": 16, "sink_tokens": 2})
     monkeypatch.setattr(ready, "KEPT_TOKENS", 24)
     words = [folders["plain"], folders["play.txt"], "--device", "cpu"]
-    first = run("ask", *words, "-q", "Who?", "--max-new-tokens", 3)
+    asked = ["--no-archive", "-q", "Who?", "--max-new-tokens", 3]
+    first = run("ask", *words, *asked)
     assert "fitting which tokens are worth keeping" in first.err
     [scores] = filter(Path.is_dir, (tmp_path / "kept" / "scores").iterdir())
-    second = run("ask", *words, "-q", "Who?", "--max-new-tokens", 3)
+    second = run("ask", *words, *asked)
     assert second.out == first.out and "fitting" not in second.err
     # The same score as an adapter, a memory file that goes on, and a model of one folder
     run("fit", *words, "--out", tmp_path / "adapter", "--kept-tokens", 24)
@@ -231,7 +252,7 @@ def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
     for name in names:
         torch.testing.assert_close(model.state_dict()[name], again.state_dict()[name])
     run("convert", folders["plain"], "--out", tmp_path / "whole", "--adapter", tmp_path / "adapter")
-    run("read", *words, "--out", tmp_path / "m", "--adapter", tmp_path / "adapter")
+    run("read", *words, "--no-archive", "--out", tmp_path / "m", "--adapter", tmp_path / "adapter")
     texts = [" The king", " and then a queen"]
     options = ["--adapter", tmp_path / "adapter", "--max-new-tokens", 4, "--device", "cpu"]
     several = run("continue", folders["plain"], tmp_path / "m", *texts, *options)
@@ -295,7 +316,8 @@ def test_estimate_prints_a_table(folders, run):
         (["ask", "PLAIN", "DOC", "--adapter", "nowhere"], "there is no folder nowhere here"),
         (["ask", "MEMORY", "DOC", "--device", "gpu"], "while using --device gpu: "),
         (["fit", "MEMORY", "DOC", "--out", "x"], "has a memory already"),
-        (["continue", "PLAIN", "DOC", "text"], "give the --adapter with which the text was read"),
+        (["demo", "PLAIN", "--no-archive"], "give the --adapter with which the text was read"),
+        (["continue", "PLAIN", "DOC", "text"], "damaged or no memory file"),
         (["continue", "MEMORY", "DOC", "text"], "damaged or no memory file"),
     ],
 )

@@ -23,9 +23,9 @@ def demo():
     tokenizer.chat_template = (
         "{% for turn in messages %}{{ turn.role }}\n{{ turn.content }}\n{% endfor %}"
     )
-    options = {"segment_length": 16, "sink_tokens": 2, "kept_tokens": 12}
+    options = {"segment_length": 16, "sink_tokens": 2, "kept_tokens": 80}
     model = patch_model(decoder("qwen3", vocab_size=400), **options).eval()
-    return Demo(model, tokenizer, max_new_tokens=100)
+    return Demo(model, tokenizer, max_new_tokens=100, archive=True)
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +65,15 @@ def test_a_document_is_read_asked_and_what_is_kept_shown(address, tmp_path):
     assert not any(" " in cell for row in rows for cell in row)  # no line breaks inside of one
     chat = []
     for turn in range(2):
-        box, chat = client.predict("Who speaks?", chat, api_name="/answer")
+        box, chat, passages = client.predict("Who speaks?", chat, api_name="/answer")
+        assert passages.split("\n\n…\n\n")[0][:20] in TEXT
         assert box["submit_btn"] and not box["stop_btn"] and "value" not in box
         assert [each["role"] for each in chat] == ["user", "assistant"] * (turn + 1)
     with pytest.raises(Exception, match="Type a question first"):
         client.predict(" ", chat, api_name="/answer")
     kept = client.predict(1, 0, api_name="/kept")
     assert "".join(piece["token"] for piece in kept) == TEXT
-    assert 1 <= len([piece for piece in kept if piece["class_or_confidence"] == "kept"]) <= 12
+    assert 1 <= len([piece for piece in kept if piece["class_or_confidence"] == "kept"]) <= 80
 
 
 @pytest.mark.parametrize("name", ["<b>play<b>.txt", "play.pdf"])
@@ -109,13 +110,13 @@ def test_a_stopped_answer_stays_and_the_next_question_works(demo, tmp_path):
     whole = [*demo.answer("Who speaks?", [], session)][-1][1]
     session, *_ = demo.read([str(tmp_path / "play.txt")])
     steps = demo.answer("Who speaks?", [], session)
-    box, chat = next(steps)
+    box, chat, _ = next(steps)
     assert box.value == "" and box.stop_btn and not box.submit_btn and chat[-1]["content"] == ""
-    box, chat = next(steps)
+    box, chat, _ = next(steps)
     assert "value" not in box  # what is typed now stays
     demo.stop(session)
     steps = [*steps]
-    box, chat = steps[-1]
+    box, chat, _ = steps[-1]
     assert box.submit_btn and not box.stop_btn
     assert len(chat) == 2 and whole[1]["content"].startswith(chat[1]["content"])
     read = session.reader.turns[-1][1].get_seq_length()
@@ -142,7 +143,7 @@ def test_an_answer_that_fails_gives_the_question_back(demo, tmp_path):
     with pytest.raises(gradio.Error, match="NoneType"):
         for step in demo.answer("Who speaks?", turns, session):
             steps.append(step)
-    box, chat = steps[-1]
+    box, chat, _ = steps[-1]
     assert box.value == "Who speaks?" and box.submit_btn and chat == turns
 
 
