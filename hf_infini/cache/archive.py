@@ -12,7 +12,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -319,7 +318,7 @@ def saved(archive: Archive, path: Path) -> tuple[Archive, dict[str, Any], dict[s
     And the archive, those of whose blocks that were in a file are in the new one."""
     before, tensors = archive.rows(), dict[str, Tensor]()
     rows: Sequence[Row] = before
-    own_name = path.with_name(path.name.removesuffix(".partial"))  # of a text that is being read
+    own_name = name_of(path)
     there = {
         block.file.path if isinstance(block, Stored) else None
         for row in rows
@@ -333,7 +332,8 @@ def saved(archive: Archive, path: Path) -> tuple[Archive, dict[str, Any], dict[s
         own = {"ids": row.ids, "eligible": row.eligible, "tail": row.tail, "places": places}
         own["sha256"] = torch.tensor([*sums], dtype=torch.uint8).view(-1, 32)
         tensors |= {f"archive.{number}.{name}": tensor for name, tensor in own.items()}
-    file = next((block.file.path.name for row in rows for block in row.blocks), None)
+    names = (block.file.path.name for row in rows for block in row.blocks)
+    suffix = next(names, own_name.name).removeprefix(own_name.name)
     parts = [[*part[:3], str(part.dtype).removeprefix("torch.")] for part in rows[0].parts]
     moved = [
         own._replace(
@@ -344,7 +344,12 @@ def saved(archive: Archive, path: Path) -> tuple[Archive, dict[str, Any], dict[s
         )
         for own, row in zip(before, rows, strict=True)
     ]
-    return Archive(moved, archive.file), {"file": file, "parts": parts}, tensors
+    return Archive(moved, archive.file), {"suffix": suffix, "parts": parts}, tensors
+
+
+def name_of(path: Path) -> Path:
+    """The name that a memory file has in the end, when its text is read."""
+    return path.with_name(path.name.removesuffix(".partial"))
 
 
 def archives_of(path: Path) -> list[Path]:
@@ -395,7 +400,7 @@ def loaded(
         parts: layer, heads and width of keys and values, as the model has them.
         tokens: of the document of each row.
     """
-    MEMORY.check_entries(path, entry, {"file": (str, NoneType), "parts": list})
+    MEMORY.check_entries(path, entry, {"suffix": str, "parts": list})
     try:
         found = tuple(Part(*part[:3], getattr(torch, part[3])) for part in entry["parts"])
         size = BLOCK_TOKENS * sum(part.bytes for part in found)
@@ -419,7 +424,7 @@ def loaded(
         }
         held = {name: tensor for name, tensor in own.items() if tensor is not None}
         MEMORY.check_shapes(path, held, wanted, "its archive has")
-        file = BlockFile(path.parent / (entry["file"] or ""), size)
+        file = BlockFile(path.with_name(name_of(path).name + entry["suffix"]), size)
         sums = [bytes(each.tolist()) for each in held["sha256"]]
         stored = tuple(
             Stored(file, *pair) for pair in zip(held["places"].tolist(), sums, strict=True)

@@ -535,7 +535,7 @@ class InfiniCache(Cache):
         if self.archive is not None:
             self.archive = archive
             for old in archives_of(Path(path)):
-                if old.name != record["archive"]["file"]:
+                if not old.name.endswith(record["archive"]["suffix"]):
                     old.unlink(missing_ok=True)
 
     def tensors(self) -> dict[str, Tensor]:

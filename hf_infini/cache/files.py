@@ -12,7 +12,7 @@ JSON object, the record:
 | `columns` | tokens that the cache has passed, padding included |
 | `tokens_seen` | for each row, real tokens of its document |
 | `text_sha256` | for each row, the hash of its text as the caller gave it; or null |
-| `archive` | `file` beside this one with the blocks of an archive, and its `parts`; or not there |
+| `archive` | of a text with an archive: the `suffix` of the file of its blocks, and its `parts` |
 | `sha256` | of the record without this entry, and of the tensors: a damaged file is known by it |
 """
 

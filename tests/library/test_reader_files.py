@@ -1,12 +1,14 @@
 """A reader's memory file: by another tokenizer, after another beginning, damaged, or written by
 several processes that are killed at any time."""
 
+import copy
 import multiprocessing
 import os
 import random
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,18 +40,26 @@ def other_tokenizer():
     return turned
 
 
-@pytest.fixture(scope="module")
-def model(tokenizer):
+@pytest.fixture(scope="module", params=["memory", "archive"])
+def model(tokenizer, request):
+    """Whose readers keep an archive beside the file, where it has places for what is recalled."""
     options = {"position_encoding": "segment", "memory_conv": 3}
+    if request.param == "archive":
+        options |= {"update_rule": "none", "keep_score": "recent", "kept_tokens": 20}
     return infini_gpt2(vocab_size=len(tokenizer), **options).eval()
 
 
 def make_reader(model, tokenizer, **options) -> Reader:
-    return Reader(model, tokenizer, chunk=CHUNK, **options)
+    return Reader(model, tokenizer, chunk=CHUNK, archive=model.config.kept_tokens > 0, **options)
 
 
 def after(model, tokenizer, text: str, **options) -> dict[str, torch.Tensor]:
     return make_reader(model, tokenizer).read(text, progress=False, **options).tensors()
+
+
+def left_in(folder: Path) -> list[str]:
+    """The files of a folder but for archives."""
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".archive")
 
 
 def agree(cache: InfiniCache, wanted: dict[str, torch.Tensor]) -> bool:
@@ -86,7 +96,7 @@ def test_interrupted_it_keeps_what_is_read_and_goes_on(partial_way, model, token
     hook.remove()
     assert len(calls) == (len(TEXT) - 240) // CHUNK
     assert agree(cache, after(model, tokenizer, TEXT))
-    assert [*file.parent.iterdir()] == [file]
+    assert left_in(file.parent) == ["text"]
 
 
 DAMAGES = {
@@ -105,7 +115,7 @@ def test_a_damaged_part_is_passed_over(partial_way, model, tokenizer, damage):
     partial.write_bytes(DAMAGES[damage](partial.read_bytes()))
     with pytest.warns(UserWarning, match=r"reading from the start, for .*text\.partial is damaged"):
         cache = make_reader(model, tokenizer).read(TEXT, file=file, progress=False)
-    assert agree(cache, after(model, tokenizer, TEXT)) and [*file.parent.iterdir()] == [file]
+    assert agree(cache, after(model, tokenizer, TEXT)) and left_in(file.parent) == ["text"]
 
 
 @pytest.mark.parametrize("kind", ["text", "model", "tokenizer", "beginning", "more", "version"])
@@ -121,9 +131,7 @@ def test_what_is_anothers_is_passed_over_as_a_part_and_refused_as_a_file(
         weights = infini_gpt2(1, vocab_size=len(tokenizer), position_encoding="segment")
         reader = make_reader(weights.eval(), tokenizer)
     elif kind == "tokenizer":
-        bigger = infini_gpt2(vocab_size=len(tokenizer), position_encoding="segment", memory_conv=3)
-        bigger.load_state_dict(model.state_dict())
-        reader = make_reader(bigger.eval(), tokenizer)
+        reader = make_reader(copy.deepcopy(model), tokenizer)
         reader.tokenizer = other_tokenizer
     elif kind == "beginning":
         begin = make_reader(model, tokenizer).read("Before it.", progress=False)
@@ -176,7 +184,8 @@ def test_files_of_earlier_versions_are_read(tmp_path, model, tokenizer, other_to
         del tensors[name]
     write_memory_file(file, tensors, record)
     cache = make_reader(model, tokenizer).read(text, file=file, progress=False)
-    assert agree(cache, tensors) and cache.tensors().keys() == tensors.keys()
+    of_cache = {name for name in tensors if not name.startswith("archive.")}
+    assert cache.tensors().keys() == of_cache and agree(cache, {n: tensors[n] for n in of_cache})
     reader = make_reader(model, tokenizer)
     reader.tokenizer = other_tokenizer
     with pytest.raises(MemoryFileError, match="another beginning, or by another tokenizer"):
@@ -212,7 +221,7 @@ def test_no_room_for_a_part_is_said_and_the_reading_goes_on(
     with pytest.warns(UserWarning, match="what was read so far is not kept: No space left"):
         reader = make_reader(model, tokenizer)
         reader.read(TEXT, file=file, progress=False)
-    assert failed == [24, 48, 72, 96] and [*tmp_path.iterdir()] == [file]
+    assert failed == [24, 48, 72, 96] and left_in(tmp_path) == ["text"]
 
 
 # --- real processes
@@ -258,7 +267,9 @@ def test_killed_at_any_time_it_loses_no_more_than_it_may(tmp_path, model, tokeni
     cache = make_reader(model, tokenizer).read(TEXT, file=file, progress=False)
     assert agree(cache, after(model, tokenizer, TEXT))
     assert file.read_bytes() == (tmp_path / "straight").read_bytes()
-    assert {path.name for path in tmp_path.iterdir()} == {"straight", "text"}
+    assert left_in(tmp_path) == ["straight", "text"]
+    blocks = [path.read_bytes() for path in tmp_path.glob("*.archive")]
+    assert len(blocks) == 2 * (model.config.kept_tokens > 0) and blocks[:1] == blocks[1:]
 
 
 @needs_fork
@@ -285,7 +296,9 @@ def test_two_readers_of_one_file_end_with_the_same(tmp_path, model, tokenizer, k
     )
     assert file.read_bytes() == (tmp_path / "straight").read_bytes()
     make_reader(model, tokenizer).read(TEXT, file=file, progress=False)
-    assert {path.name for path in tmp_path.iterdir()} == {"straight", "text"}
+    assert left_in(tmp_path) == ["straight", "text"]
+    blocks = [path.read_bytes() for path in tmp_path.glob("*.archive")]
+    assert len(blocks) == 2 * (model.config.kept_tokens > 0) and blocks[:1] == blocks[1:]
     # what one has read the other has not
     assert passed.value <= len(TEXT) + 2 * CHUNK
 
@@ -308,7 +321,7 @@ def test_two_threads_read_once(tmp_path, model, tokenizer):
         for thread in threads:
             thread.join()
     hook.remove()
-    assert len(calls) == len(TEXT) // CHUNK and [*tmp_path.iterdir()] == [file]
+    assert len(calls) == len(TEXT) // CHUNK and left_in(tmp_path) == ["text"]
 
 
 @pytest.mark.parametrize("name", ["", ".", "/"])

@@ -1,0 +1,126 @@
+"""A reader with an archive: each question, turn and row recalls its own, and shows what."""
+
+import collections
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from corpora.tokenization import train_bpe
+from decoders import decoder
+from hf_infini import patch_model
+from hf_infini.cache.archive import BlockFile, archive_bytes
+from hf_infini.cache.files import MemoryFileError
+from hf_infini.tools.reader import Reader, term_numbers
+from running import sample_text
+
+FILLER = sample_text()[:9000]
+FACTS = ("The gardener keeps zinnias.", "A sailor hid the compass.", "Nobody saw the quarry.")
+PLACES = (2000, 4000, 6500)  # where the facts are
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe([sample_text(), " ".join(FACTS)], 500)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    window = dict(segment_length=32, local_segments=1, sink_tokens=2, kept_tokens=140)
+    options = {"update_rule": "none", "keep_score": "recent", "mask_special_tokens": False}
+    plain = decoder("llama", vocab_size=len(tokenizer), max_position_embeddings=4096)
+    return patch_model(plain, **window, **options).eval()
+
+
+@pytest.fixture(scope="module")
+def document() -> str:
+    text = FILLER
+    for place, fact in reversed([*zip(PLACES, FACTS, strict=True)]):
+        text = f"{text[:place]}\n{fact}\n{text[place:]}"
+    return text
+
+
+def rare(fact: str) -> str:
+    """Its last word. Blocks end anywhere, also between it and the others."""
+    return fact.removesuffix(".").split()[-1]
+
+
+def asked(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+def test_each_turn_recalls_what_it_asks_for(model, tokenizer, document):
+    """Of a text of some 3,600 tokens 140."""
+    reader = Reader(model, tokenizer, archive=True)
+    reader.read_document(document, progress=False)
+    messages = []
+    for fact in (*FACTS, FACTS[0]):
+        messages += asked(f"Tell of this: {fact}")
+        said = reader.chat(messages, max_new_tokens=40)
+        messages.append({"role": "assistant", "content": said})
+        assert rare(fact) in "".join(reader.sources[0])
+    # the turns were archived, too
+    reader.chat([*messages, *asked(f"Did I ask of {FACTS[1]}")], max_new_tokens=2)
+    assert any("Tell of this" in passage for passage in reader.sources[0])
+
+
+def test_rows_of_a_batch_recall_their_own(model, tokenizer, document):
+    reader = Reader(model, tokenizer, archive=True)
+    reader.read(document, progress=False)
+    texts = [f"{document}\n{fact}" for fact in FACTS]
+    together = reader.generate(texts, max_new_tokens=4, do_sample=False)
+    sources = reader.sources
+    for fact, text, said, source in zip(FACTS, texts, together, sources, strict=True):
+        assert rare(fact) in "".join(source[:2])
+        fresh = Reader(model, tokenizer, archive=True)
+        fresh.read(document, progress=False)
+        assert fresh.generate(text, max_new_tokens=4, do_sample=False) == [said]
+        assert fresh.sources == [source]
+
+
+def test_a_file_is_read_with_its_archive_or_not_at_all(model, tokenizer, document, tmp_path):
+    file = tmp_path / "text"
+    plain = Reader(model, tokenizer)
+    plain.read_document(document, file=file, progress=False)
+    with pytest.raises(MemoryFileError, match="has no archive.*archive=False"):
+        Reader(model, tokenizer, archive=True).read_document(document, file=file, progress=False)
+    file.unlink()
+    reader = Reader(model, tokenizer, archive=True)
+    cache = reader.read_document(document, file=file, progress=False)
+    size = archive_bytes(model.config, cache.get_seq_length())
+    assert 0.9 * size < (tmp_path / "text.archive").stat().st_size < size
+    assert cache.archive.nbytes() < size / 5
+    again = Reader(model, tokenizer, archive=True)
+    again.read_document(document, file=file, progress=False)
+    question = asked(FACTS[1])
+    assert again.chat(question, max_new_tokens=9) == reader.chat(question, max_new_tokens=9)
+    assert again.sources == reader.sources
+    # the answers are not written into the archive of the text
+    assert (tmp_path / "text.archive").stat().st_size < size
+    without = Reader(model, tokenizer).read_document(document, file=file, progress=False)
+    assert without.archive is None
+
+
+def test_a_disk_without_room_is_said_before_reading(
+    model, tokenizer, document, tmp_path, monkeypatch
+):
+    usage = collections.namedtuple("usage", "total used free")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 5, 5))
+        patch.setattr(type(model.model), "forward", None)  # nothing is read
+        with pytest.raises(OSError, match="takes [0-9,]+ MB, and .* has 0 MB left.*--no-archive"):
+            reader = Reader(model, tokenizer, archive=True)
+            reader.read(document, file=tmp_path / "text", progress=False)
+    with pytest.raises(OSError, match="/dev/full cannot take 128 bytes more: .*No space left"):
+        BlockFile(Path("/dev/full"), 64).write(0, torch.zeros(2, 64, dtype=torch.uint8))
+
+
+def test_terms_do_not_differ_in_case_or_a_space(tokenizer):
+    terms = term_numbers(tokenizer)
+    words = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    alike = [token for token, word in enumerate(words) if word.strip().lower() == "the"]
+    assert len(alike) > 1 and len({int(terms[token]) for token in alike}) == 1
+    assert terms[alike[0]] >= 0 and terms[words.index(",")] == terms[words.index("!")] == -1
+    assert all(terms[token] == -1 for token in tokenizer.all_special_ids)
+    assert len(terms) == len(tokenizer)
