@@ -13,7 +13,7 @@ import typer
 from huggingface_hub.constants import HF_HOME
 from transformers import TextStreamer
 
-from .cache.archive import archive_bytes, archives_of
+from .cache.archive_files import archive_bytes, archives_of
 from .cache.cache import InfiniCache
 from .cache.files import MemoryFileError
 from .models.loading import fingerprint, load_config

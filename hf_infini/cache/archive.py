@@ -7,8 +7,6 @@ memory, or in a file of blocks one after the other ([`BlockFile`]), of which onl
 recalled are read.
 """
 
-import glob
-import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,12 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.recall import BLOCK_TOKENS, have_left, recall_score, recalled_numbers
+from ..ops.recall import BLOCK_TOKENS, block_relevance, have_left, recall_score, recalled_numbers
 from ..ops.state import InfiniState, Tokens
-from ..options import Window, key_heads
-from .files import KIND as MEMORY
-from .files import dtype_of
-from .tensor_files import part_of
+from ..options import Window
+from .block_file import BlockFile, Stored
 
 # Tokens of calls after which they become blocks, which on an accelerator waits for it
 PENDING_TOKENS = 256
@@ -40,71 +36,6 @@ class Part(NamedTuple):
     def bytes(self) -> int:
         """Of one token."""
         return self.heads * self.width * self.dtype.itemsize
-
-
-class Stored(NamedTuple):
-    """A block in a file: its place there, counted in blocks, and its checksum."""
-
-    file: "BlockFile"
-    place: int
-    sha256: bytes
-
-
-class BlockFile(NamedTuple):
-    """A file of blocks, all of the same size."""
-
-    path: Path
-    block_bytes: int
-
-    def write(self, place: int, blocks: Tensor) -> list[Stored]:
-        """Writes blocks, `[blocks, bytes]`, from this place on. OSError where they cannot be
-        written."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.seek(place * self.block_bytes)
-                file.write(blocks.numpy())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise OSError(
-                f"{self.path} cannot take {blocks.nbytes:,} bytes more: {error}. What was read "
-                "before is kept; free some space, or read without an archive."
-            ) from error
-        sums = (hashlib.sha256(block.numpy()).digest() for block in blocks)
-        return [Stored(self, place + number, each) for number, each in enumerate(sums)]
-
-    def read(self, blocks: Iterable[Stored]) -> list[Tensor]:
-        """The bytes of blocks of this file. MemoryFileError where it is gone, or damaged there."""
-        found = []
-        try:
-            with self.path.open("rb") as file:
-                for block in blocks:
-                    file.seek(block.place * self.block_bytes)
-                    content = bytearray(self.block_bytes)
-                    length = file.readinto(content)
-                    if (
-                        length < self.block_bytes
-                        or hashlib.sha256(content).digest() != block.sha256
-                    ):
-                        MEMORY.refuse(
-                            self.path,
-                            f"is damaged: its block {block.place} is not what was written",
-                        )
-                    found.append(torch.frombuffer(content, dtype=torch.uint8))
-        except FileNotFoundError:
-            MEMORY.refuse(self.path, "is gone, and the memory of its text needs it")
-        return found
-
-    def check(self, place: int) -> None:
-        """MemoryFileError where the file has no block at this place."""
-        try:
-            size = self.path.stat().st_size
-        except OSError:
-            MEMORY.refuse(self.path, "is gone, and the memory of its text needs it")
-        if size < (place + 1) * self.block_bytes:
-            MEMORY.refuse(self.path, f"is cut off: it has {size:,} bytes only")
 
 
 Block = Tensor | Stored  # of the bytes `[block_bytes]`, or where they are
@@ -154,7 +85,7 @@ class Row(NamedTuple):
 
     def bytes_of(self, numbers: Iterable[int]) -> list[Tensor]:
         """The bytes of these blocks; errors as of [`BlockFile.read`]."""
-        held = {number: self.blocks[number] for number in numbers}
+        held: dict[int, Any] = {number: self.blocks[number] for number in numbers}
         stored = {number: block for number, block in held.items() if isinstance(block, Stored)}
         for file in {block.file for block in stored.values()}:
             own = {number: block for number, block in stored.items() if block.file == file}
@@ -203,14 +134,15 @@ class Call(NamedTuple):
     def and_then(self, *calls: "Call") -> "Call":
         """This one and others after it as one."""
         every = (self, *calls)
-        parts = ([getattr(call, name) for call in every] for name in ("ids", "real", "eligible"))
-        layers = {
-            number: tuple(
-                torch.cat([call.layers[number][side] for call in every], 2) for side in (0, 1)
-            )
+        ids, real, eligible = (
+            torch.cat([getattr(call, name) for call in every], 1)
+            for name in ("ids", "real", "eligible")
+        )
+        layers: Any = {
+            number: [torch.cat([call.layers[number][side] for call in every], 2) for side in (0, 1)]
             for number in self.layers
         }
-        return Call(*(torch.cat(part, 1) for part in parts), every[-1].seen, layers)
+        return Call(ids, real, eligible, every[-1].seen, layers)
 
     def rows(self) -> list[Row]:
         """The tokens of each row, without padding, in host memory."""
@@ -311,153 +243,6 @@ class Archive:
         return sum(part.nbytes for part in held.values() if isinstance(part, Tensor))
 
 
-def saved(archive: Archive, path: Path) -> tuple[Archive, dict[str, Any], dict[str, Tensor]]:
-    """What a memory file at this path says of an archive: the entry of its record, and tensors. The
-    blocks are written beside it first, unless they are in one file there already; into one that has
-    its name from their checksums, so that the older memory file keeps its own until it is replaced.
-    And the archive, those of whose blocks that were in a file are in the new one."""
-    before, tensors = archive.rows(), dict[str, Tensor]()
-    rows: Sequence[Row] = before
-    own_name = name_of(path)
-    there = {
-        block.file.path if isinstance(block, Stored) else None
-        for row in rows
-        for block in row.blocks
-    }
-    if not (len(there) < 2 and all(file in archives_of(own_name) for file in there)):
-        rows = _written(rows, path)
-    for number, row in enumerate(rows):
-        places = torch.tensor([block.place for block in row.blocks], dtype=torch.long)
-        sums = b"".join(block.sha256 for block in row.blocks)
-        own = {"ids": row.ids, "eligible": row.eligible, "tail": row.tail, "places": places}
-        own["sha256"] = torch.tensor([*sums], dtype=torch.uint8).view(-1, 32)
-        tensors |= {f"archive.{number}.{name}": tensor for name, tensor in own.items()}
-    names = (block.file.path.name for row in rows for block in row.blocks)
-    suffix = next(names, own_name.name).removeprefix(own_name.name)
-    parts = [[*part[:3], str(part.dtype).removeprefix("torch.")] for part in rows[0].parts]
-    moved = [
-        own._replace(
-            blocks=tuple(
-                new if isinstance(old, Stored) else old
-                for old, new in zip(own.blocks, row.blocks, strict=True)
-            )
-        )
-        for own, row in zip(before, rows, strict=True)
-    ]
-    return Archive(moved, archive.file), {"suffix": suffix, "parts": parts}, tensors
-
-
-def name_of(path: Path) -> Path:
-    """The name that a memory file has in the end, when its text is read."""
-    return path.with_name(path.name.removesuffix(".partial"))
-
-
-def archives_of(path: Path) -> list[Path]:
-    """The files of blocks that are there of a memory file of this name."""
-    names = glob.escape(path.name)
-    return [
-        path.with_name(f"{path.name}.archive"),
-        *path.parent.glob(f"{names}.{'[0-9a-f]' * 8}.archive"),
-    ]
-
-
-def _written(rows: Sequence[Row], path: Path) -> list[Row]:
-    """The rows with their blocks in a new file beside a memory file."""
-    places: dict[int, Stored] = {}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with part_of(path) as part:
-        file, digest = BlockFile(part / "blocks", rows[0].block_bytes), hashlib.sha256()
-        for row in rows:
-            for number, block in enumerate(row.blocks):
-                if id(block) not in places:
-                    [bytes_] = row.bytes_of([number])
-                    [places[id(block)]] = file.write(len(places), bytes_[None])
-                    digest.update(places[id(block)].sha256)
-        named = path.with_name(f"{path.name}.{digest.hexdigest()[:8]}.archive")
-        if places:
-            os.replace(file.path, named)
-    there = BlockFile(named, rows[0].block_bytes)
-    return [
-        row._replace(blocks=tuple(places[id(block)]._replace(file=there) for block in row.blocks))
-        for row in rows
-    ]
-
-
-def loaded(
-    path: Path,
-    entry: dict[str, Any],
-    tensors: dict[str, Tensor],
-    parts: list[tuple[int, int, int]],
-    tokens: Sequence[int],
-) -> Archive:
-    """The archive that a memory file at this path speaks of; MemoryFileError where what it says
-    does not fit.
-
-    Args:
-        path: of the memory file.
-        entry: of its record.
-        tensors: of the file.
-        parts: layer, heads and width of keys and values, as the model has them.
-        tokens: of the document of each row.
-    """
-    MEMORY.check_entries(path, entry, {"suffix": str, "parts": list})
-    try:
-        found = tuple(Part(*part[:3], getattr(torch, part[3])) for part in entry["parts"])
-        size = BLOCK_TOKENS * sum(part.bytes for part in found)
-    except (TypeError, ValueError, IndexError, AttributeError) as error:
-        MEMORY.refuse(path, f"is damaged: its archive has other parts ({error})")
-    if [part[:3] for part in found] != parts:
-        MEMORY.refuse(path, "has the archive of another model")
-    rows = []
-    for number, count in enumerate(tokens):
-        blocks, rest = divmod(count, BLOCK_TOKENS)
-        own = {
-            name: tensors.get(f"archive.{number}.{name}")
-            for name in ("ids", "eligible", "tail", "places", "sha256")
-        }
-        wanted = {
-            "ids": torch.empty(count, dtype=torch.long),
-            "eligible": torch.empty(count, dtype=torch.bool),
-            "tail": torch.empty(rest, size // BLOCK_TOKENS, dtype=torch.uint8),
-            "places": torch.empty(blocks, dtype=torch.long),
-            "sha256": torch.empty(blocks, 32, dtype=torch.uint8),
-        }
-        held = {name: tensor for name, tensor in own.items() if tensor is not None}
-        MEMORY.check_shapes(path, held, wanted, "its archive has")
-        file = BlockFile(path.with_name(name_of(path).name + entry["suffix"]), size)
-        sums = [bytes(each.tolist()) for each in held["sha256"]]
-        stored = tuple(
-            Stored(file, *pair) for pair in zip(held["places"].tolist(), sums, strict=True)
-        )
-        if stored:
-            file.check(max(block.place for block in stored))
-        rows.append(Row(held["ids"], held["eligible"], found, stored, held["tail"]))
-    return Archive(rows)
-
-
-def archive_bytes(config: Any, tokens: int) -> int:
-    """Bytes that an archive of so many tokens takes, on a disk or in host memory, for a model of
-    this configuration, in its dtype (`None`: torch's default)."""
-    heads, *widths = key_heads(config)
-    numbers = len(config.infini_layers) * heads * sum(widths)
-    # and the token's id, and whether it may be recalled
-    return tokens * (numbers * dtype_of(config).itemsize + 9)
-
-
-def questions_of(question: Tensor | Sequence, rows: int) -> list[Tensor]:
-    """The ids of the question of each row, `[tokens]`; ValueError where there are not as many."""
-    given: Any = question
-    one = all(isinstance(part, int) or getattr(part, "ndim", 1) == 0 for part in given)
-    each = [torch.as_tensor(ids, dtype=torch.long).cpu() for ids in ([given] if one else given)]
-    each = each * rows if len(each) == 1 else each
-    if len(each) != rows or any(ids.dim() != 1 for ids in each):
-        raise ValueError(
-            f"question must be the ids of one question, [tokens], or of {rows}, one for each row "
-            f"of the cache; got {len(each)} of {[*each[0].shape]}."
-        )
-    return each
-
-
 class Recalled(NamedTuple):
     """What a question recalls of a row's document."""
 
@@ -474,32 +259,43 @@ class Recalled(NamedTuple):
         return recalled_numbers(self.relevance, eligible, first, end, places)
 
 
-def with_recalled(
+def recalled(
+    rows: Sequence[Row],
+    question: Tensor | Sequence,
+    terms: Tensor | None,
     states: dict[int, InfiniState],
     windows: dict[int, Window],
-    recalled: Sequence[Recalled],
     displaced: bool,
 ) -> dict[int, InfiniState]:
     """States that keep what questions recall, by layer. Blocks are read once for all layers.
 
     Args:
-        states, windows: by layer; windows without places of kept tokens are left out.
-        recalled: of each row.
+        rows: of the archive.
+        question, terms: as of [`InfiniCache.recall`].
+        states, windows: by layer, of those that keep tokens.
         displaced: as of [`recall_score`].
     """
-    distinct = {
-        window: [each.numbers(window) for each in recalled] for window in {*windows.values()}
-    }
+    seen = next(iter(states.values())).tokens_seen.tolist()
+    if [row.tokens for row in rows] != seen:
+        raise ValueError(
+            f"the archive has {[row.tokens for row in rows]} tokens and the cache {seen}: make a "
+            "new cache and read the text again."
+        )
+    asked = [
+        Recalled(row, block_relevance(_terms_of(row.ids, terms), _terms_of(ids, terms)))
+        for row, ids in zip(rows, questions_of(question, len(rows)), strict=True)
+    ]
+    distinct = {window: [each.numbers(window) for each in asked] for window in {*windows.values()}}
     widest = distinct[max(distinct, key=lambda window: window.kept_tokens)]
     found = [
         {} if chosen is None else each.row.found(chosen[0])
-        for each, chosen in zip(recalled, widest, strict=True)
+        for each, chosen in zip(asked, widest, strict=True)
     ]
     made = {}
     for layer, window in windows.items():
         state = states[layer]
         own, of_rows = Tokens.kept_in(state, window), []
-        for number, (each, chosen) in enumerate(zip(recalled, distinct[window], strict=True)):
+        for number, (each, chosen) in enumerate(zip(asked, distinct[window], strict=True)):
             if chosen is None:
                 parts = own.key, own.value, own.score, own.position
                 of_rows.append([part[number] for part in parts])
@@ -515,3 +311,35 @@ def with_recalled(
         kept = Tokens(key, value, weight, score, position)
         made[layer] = kept.instead(state, window)
     return made
+
+
+def kept_blocks(state: InfiniState, window: Window, row: int) -> list[Tensor]:
+    """The numbers of the tokens that a row keeps, by block, those with the highest scores first."""
+    kept = Tokens.kept_in(state, window)
+    numbers, scores = kept.position[row, 0, :, 0].cpu(), kept.score[row, 0, :, 0].cpu()
+    numbers, scores = numbers[numbers >= 0], scores[numbers >= 0]
+    sizes = (numbers // BLOCK_TOKENS).unique_consecutive(return_counts=True)[1].tolist()
+    blocks = zip(numbers.split(sizes), scores.split(sizes), strict=True)
+    return [block for block, _ in sorted(blocks, key=lambda pair: -float(pair[1].max()))]
+
+
+def _terms_of(ids: Tensor, terms: Tensor | None) -> Tensor:
+    """The terms of ids; −1 for embeddings, and for ids beyond the vocabulary."""
+    if terms is None:
+        return ids.clamp(min=-1)
+    known = (ids >= 0) & (ids < len(terms))
+    return torch.where(known, terms[ids.where(known, 0)], -1)
+
+
+def questions_of(question: Tensor | Sequence, rows: int) -> list[Tensor]:
+    """The ids of the question of each row, `[tokens]`; ValueError where there are not as many."""
+    given: Any = question
+    one = all(isinstance(part, int) or getattr(part, "ndim", 1) == 0 for part in given)
+    each = [torch.as_tensor(ids, dtype=torch.long).cpu() for ids in ([given] if one else given)]
+    each = each * rows if len(each) == 1 else each
+    if len(each) != rows or any(ids.dim() != 1 for ids in each):
+        raise ValueError(
+            f"question must be the ids of one question, [tokens], or of {rows}, one for each row "
+            f"of the cache; got {len(each)} of {[*each[0].shape]}."
+        )
+    return each

@@ -24,20 +24,11 @@ from transformers.cache_utils import (
 from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
 from ..ops.checks import check_types
-from ..ops.recall import BLOCK_TOKENS, block_relevance
 from ..ops.rules import RULES
-from ..ops.state import InfiniState, Tokens
+from ..ops.state import InfiniState
 from ..options import MemoryOptions, check_number, key_heads
-from .archive import (
-    Archive,
-    Call,
-    Recalled,
-    archives_of,
-    loaded,
-    questions_of,
-    saved,
-    with_recalled,
-)
+from .archive import Archive, Call, kept_blocks, recalled
+from .archive_files import loaded, saved
 from .files import (
     DESCRIBED_INDIRECTLY,
     WITHOUT_EFFECT,
@@ -245,22 +236,12 @@ class InfiniCache(Cache):
                 f"{'none' if self.archive is None else 'read nothing yet'}: have "
                 "InfiniCache(model.config, archive=True) read the text."
             )
-        rows, cache = self.archive.rows(), copy.copy(self)
-        seen = self.state.tokens_seen.tolist()
-        if [row.tokens for row in rows] != seen:
-            raise ValueError(
-                f"the archive has {[row.tokens for row in rows]} tokens and the cache {seen}: make "
-                "a new cache and read the text again."
-            )
-        pairs = zip(rows, questions_of(question, len(rows)), strict=True)
-        recalled = [
-            Recalled(row, block_relevance(_terms_of(row.ids, terms), _terms_of(ids, terms)))
-            for row, ids in pairs
-        ]
+        cache = copy.copy(self)
         windows = {layer: window for layer, window in self.windows.items() if window.kept_tokens}
         states = {layer: cache.layers[layer].state for layer in windows}
         displaced = not RULES[self._config.update_rule].holds
-        for layer, state in with_recalled(states, windows, recalled, displaced).items():
+        made = recalled(self.archive.rows(), question, terms, states, windows, displaced)
+        for layer, state in made.items():
             cache.layers[layer].state = state
         return cache
 
@@ -271,12 +252,7 @@ class InfiniCache(Cache):
         window, state = self.windows[layer], self.layers[layer].state
         if state is None or not window.kept_tokens:
             return []
-        kept = Tokens.kept_in(state, window)
-        numbers, scores = kept.position[row, 0, :, 0].cpu(), kept.score[row, 0, :, 0].cpu()
-        numbers, scores = numbers[numbers >= 0], scores[numbers >= 0]
-        sizes = (numbers // BLOCK_TOKENS).unique_consecutive(return_counts=True)[1].tolist()
-        blocks = zip(numbers.split(sizes), scores.split(sizes), strict=True)
-        return [block for block, _ in sorted(blocks, key=lambda pair: -float(pair[1].max()))]
+        return kept_blocks(state, window, row)
 
     @property
     def batch_size(self) -> int:
@@ -395,13 +371,11 @@ class InfiniCache(Cache):
         self.note_text(input_ids)
         if self.archive is not None:
             every = torch.ones_like(input_ids, dtype=torch.bool)
-            masks = (every if mask is None else mask.bool() for mask in of_call.masks)
-            layers = {
-                number: layer.read[0]
-                for number, layer in enumerate(of_call.layers)
-                if isinstance(layer, InfiniLayer)
+            real, eligible = (every if mask is None else mask.bool() for mask in of_call.masks)
+            layers: dict[int, Any] = {
+                number: of_call.layers[number].read[0] for number in self.windows
             }
-            call = Call(input_ids, *masks, state.tokens_seen, layers)
+            call = Call(input_ids, real, eligible, state.tokens_seen, layers)
             self.archive = self.archive.after(call)
 
     def note_text(self, ids: Tensor) -> None:
@@ -521,22 +495,20 @@ class InfiniCache(Cache):
             if all(part is not known for part in model.modules()):
                 base: Any = getattr(model, "base_model", model)
                 self.check_model(base)
-        record = {
+        record: dict[str, Any] = {
             "model": described,
             "columns": self.get_seq_length(),
             "tokens_seen": tokens_seen,
             "text_sha256": None if text_sha256 is None else list(text_sha256),
         }
-        tensors = self.tensors()
+        tensors, kept = self.tensors(), None
         if self.archive is not None:
-            archive, record["archive"], of_archive = saved(self.archive, Path(path))
-            tensors |= of_archive
+            kept = saved(self.archive, Path(path))
+            record["archive"], tensors = kept.entry, tensors | kept.tensors
         write_memory_file(path, tensors, record)
-        if self.archive is not None:
-            self.archive = archive
-            for old in archives_of(Path(path)):
-                if not old.name.endswith(record["archive"]["suffix"]):
-                    old.unlink(missing_ok=True)
+        if kept is not None:
+            self.archive = kept.archive
+            kept.remove_others(Path(path))
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, by their names in a memory file."""
@@ -622,14 +594,6 @@ def digest_after(digest: Tensor | None, ids: Tensor) -> Tensor:
     mixed = (mixed ^ (mixed >> 29)) * FOR_BOTH
     hashed = (mixed ^ (mixed >> 32)).sum(1, keepdim=True)
     return digest + torch.cat([torch.full_like(hashed, ids.shape[1]), hashed], 1)
-
-
-def _terms_of(ids: Tensor, terms: Tensor | None) -> Tensor:
-    """The terms of ids; −1 for embeddings, and for ids beyond the vocabulary."""
-    if terms is None:
-        return ids.clamp(min=-1)
-    known = (ids >= 0) & (ids < len(terms))
-    return torch.where(known, terms[ids.where(known, 0)], -1)
 
 
 def _nothing() -> None:

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..cache.archive import archive_bytes
+from ..cache.archive_files import archive_bytes
 from ..cache.cache import InfiniCache, text_after
 from ..cache.files import MemoryFileError, describe_model
 from ..compat.cache_name import CACHE, cache_of
@@ -322,8 +322,9 @@ class Reader:
 
     def _passages(self, cache: InfiniCache, row: int) -> list[str]:
         """The passages that a row of a cache keeps, the most relevant first."""
-        ids = cache.archive.rows()[row].ids
-        return [self.tokenizer.decode(ids[numbers]) for numbers in cache.passages(row)]
+        archive: Any = cache.archive
+        ids = archive.rows()[row].ids
+        return self.tokenizer.batch_decode([ids[numbers] for numbers in cache.passages(row)])
 
     def _going_on(self, texts: list[str]) -> tuple[InfiniCache, list[torch.Tensor]]:
         """The cache from which these texts with marks go on, and the ids of each behind it."""

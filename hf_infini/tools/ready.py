@@ -88,14 +88,14 @@ def recalling(net, kept_tokens: int, at_most: bool = False):
     trained for."""
     if at_most:
         window = Window(**{name: WINDOW[name] for name in Window._fields if name in WINDOW})
-        most = min(KEPT_TOKENS, trained_places(net.config) - window.places)
+        most = int(min(KEPT_TOKENS, trained_places(net.config) - window.places))
         kept_tokens = max(PLACES_STEP, min(most, -(-kept_tokens // PLACES_STEP) * PLACES_STEP))
-    options = WINDOW | {"kept_tokens": int(kept_tokens), "keep_score": "recent"}
+    options = WINDOW | {"kept_tokens": kept_tokens, "keep_score": "recent"}
     options["mask_special_tokens"] = False  # as the plain model, which sees them
     return patch_model(net, **options | positions_of(net)).eval()
 
 
-def positions_of(net) -> dict[str, str]:
+def positions_of(net) -> dict[str, Any]:
     """The option of a model whose texts would end with its learned positions."""
     return {"position_encoding": "segment"} if net.config.model_type == "gpt2" else {}
 
