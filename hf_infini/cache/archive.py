@@ -61,10 +61,7 @@ class Row(NamedTuple):
         count = len(tail) // BLOCK_TOKENS
         whole, blocks = tail[: count * BLOCK_TOKENS], self.blocks
         if count:
-            made = whole.view(count, BLOCK_TOKENS, -1)
-            sizes = [part.bytes for part in self.parts]
-            # of each layer all tokens together
-            made = torch.cat([each.flatten(1) for each in made.split(sizes, 2)], 1)
+            made = whole.view(count, -1)
             placed = made.unbind() if file is None else file.write(len(blocks), made)
             blocks = (*blocks, *placed)
             tail = tail[count * BLOCK_TOKENS :].clone()
@@ -92,34 +89,27 @@ class Row(NamedTuple):
             held |= zip(own, file.read(own.values()), strict=True)
         return [*held.values()]
 
-    def found(self, numbers: Tensor) -> dict[int, Tensor]:
-        """The bytes of the blocks, by number, in which tokens with these numbers are; those of the
-        tail as `[tokens · bytes]`."""
-        wanted = (numbers // BLOCK_TOKENS).unique().tolist()
-        whole = [number for number in wanted if number < len(self.blocks)]
-        found = dict(zip(whole, self.bytes_of(whole), strict=True))
-        return found | {number: self.tail.flatten() for number in wanted if number not in found}
+    def found(self, numbers: Tensor) -> Tensor:
+        """The bytes of the tokens with these numbers, `[tokens, bytes]`."""
+        blocks, places = (numbers // BLOCK_TOKENS).unique(return_inverse=True)
+        whole = self.bytes_of(number for number in blocks.tolist() if number < len(self.blocks))
+        rows = [block.view(BLOCK_TOKENS, -1) for block in whole]
+        # that of the tail is the last one
+        return torch.cat([*rows, self.tail])[places * BLOCK_TOKENS + numbers % BLOCK_TOKENS]
 
-    def taken(self, layer: int, numbers: Tensor, found: dict[int, Tensor]) -> list[Tensor]:
-        """Keys and values of a layer, `[kv_heads, tokens, width]`, of the tokens with these numbers
-        in ascending order; `found`: [`Row.found`] of these and perhaps others."""
-        taken, begin, rest = [], 0, len(self.tail)
-        for part in self.parts:
-            if part.layer == layer:
-                rows = []
-                for number in (numbers // BLOCK_TOKENS).unique().tolist():
-                    inside = numbers[numbers // BLOCK_TOKENS == number] % BLOCK_TOKENS
-                    block = found[number]
-                    if number < len(self.blocks):
-                        of_part = block[begin * BLOCK_TOKENS :][: part.bytes * BLOCK_TOKENS]
-                    else:
-                        of_part = block.view(rest, -1)[:, begin : begin + part.bytes].flatten()
-                    rows.append(of_part.view(-1, part.bytes)[inside])
-                whole = torch.cat(rows) if rows else torch.empty(0, part.bytes, dtype=torch.uint8)
-                states = whole.view(part.dtype).view(-1, part.heads, part.width)
-                taken.append(states.transpose(0, 1))
-            begin += part.bytes
-        return taken
+    def states(self, layer: int, found: Tensor, chosen: Any = slice(None)) -> list[Tensor]:
+        """Keys and values of a layer, `[kv_heads, tokens, width]`, in the bytes of tokens, of all
+        or of those that are `chosen` by their index."""
+        pairs = zip(self.parts, found.split([part.bytes for part in self.parts], 1), strict=True)
+        return [
+            own[chosen]
+            .contiguous()
+            .view(part.dtype)
+            .view(-1, part.heads, part.width)
+            .transpose(0, 1)
+            for part, own in pairs
+            if part.layer == layer
+        ]
 
 
 class Call(NamedTuple):
@@ -287,8 +277,8 @@ def recalled(
     ]
     distinct = {window: [each.numbers(window) for each in asked] for window in {*windows.values()}}
     widest = distinct[max(distinct, key=lambda window: window.kept_tokens)]
-    found = [
-        {} if chosen is None else each.row.found(chosen[0])
+    found: list[Any] = [
+        None if chosen is None else each.row.found(chosen[0])
         for each, chosen in zip(asked, widest, strict=True)
     ]
     made = {}
@@ -300,7 +290,9 @@ def recalled(
                 parts = own.key, own.value, own.score, own.position
                 of_rows.append([part[number] for part in parts])
                 continue
-            key, value = each.row.taken(layer, chosen[0], found[number])
+            all_found: Any = widest[number]  # has what the others have
+            places = torch.searchsorted(all_found[0], chosen[0])
+            key, value = each.row.states(layer, found[number], places)
             score = recall_score(chosen[1], displaced).to(own.score.dtype)
             pairs = (score, own.score), (chosen[0], own.position)
             alike = [part.view(1, -1, 1).expand(own_part.shape[1:]) for part, own_part in pairs]

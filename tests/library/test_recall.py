@@ -131,7 +131,7 @@ def test_recalled_tokens_have_the_keys_and_values_that_were_read(shares):
         assert bool((state.kept_position == state.kept_position[:, :1]).all())
         wanted = torch.tensor(numbers)
         for part, own in zip(
-            rows.taken(number, wanted, rows.found(wanted)),
+            rows.states(number, rows.found(wanted)),
             (state.local_key, state.local_value),
             strict=True,
         ):
@@ -140,8 +140,8 @@ def test_recalled_tokens_have_the_keys_and_values_that_were_read(shares):
     first = read(everything, ids).archive.rows()[0]
     every = torch.arange(TOKENS)
     for one, two in zip(
-        first.taken(0, every, first.found(every)),
-        rows.taken(0, every, rows.found(every)),
+        first.states(0, first.found(every)),
+        rows.states(0, rows.found(every)),
         strict=True,
     ):
         torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
