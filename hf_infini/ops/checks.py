@@ -70,21 +70,11 @@ def _checkable(annotation: Any) -> Any:
 
 
 def check_arguments(
-    query,
-    key,
-    value,
-    gate,
-    log_weight,
-    learned_score,
-    rule,
-    score,
-    window,
-    rotary,
-    far_rotary,
-    **numbers,
+    query, tokens, gate, rule, score, window, rotary, far_rotary, **numbers
 ) -> None:
     """ValueError unless these arguments of [`infini_attention`] fit each other, and `numbers` are
-    within [`LIMITS`]; `rule`, `score` and `window` are what it makes of its options."""
+    within [`LIMITS`]; `tokens`, `rule`, `score` and `window` are what it makes of others."""
+    key, value, log_weight, learned_score, _ = tokens
     check_window(window, rotary)
     if far_rotary is not None:
         if rotary is None or len(far_rotary[0]) != len(rotary):
@@ -98,7 +88,7 @@ def check_arguments(
             "query, key and value must be [batch, heads, tokens, head_dim] with a row and a token "
             f"at least, got {', '.join(map(str, shapes))}."
         )
-    (batch, heads, tokens, head_dim), kv_heads = query.shape, key.shape[1]
+    (batch, heads, count, head_dim), kv_heads = query.shape, key.shape[1]
     dtypes = [tensor.dtype for tensor in (query, key, value)]
     same = len({*dtypes}) == 1 or torch.is_autocast_enabled(query.device.type)
     if not same or not all(dtype.is_floating_point for dtype in dtypes):
@@ -123,11 +113,11 @@ def check_arguments(
             f"kept_tokens={window.kept_tokens} and keep_score={score.keep_score!r}."
         )
     for name, tensor, wanted in (
-        ("key", key, (batch, kv_heads, tokens, head_dim)),
-        ("value", value, (batch, kv_heads, tokens, value.shape[3])),
+        ("key", key, (batch, kv_heads, count, head_dim)),
+        ("value", value, (batch, kv_heads, count, value.shape[3])),
         ("gate", gate, (heads,)),
-        ("log_weight", log_weight, (batch, kv_heads, tokens, rule.rates)),
-        ("learned_score", learned_score, (batch, kv_heads, tokens)),
+        ("log_weight", log_weight, (batch, kv_heads, count, rule.rates)),
+        ("learned_score", learned_score, (batch, kv_heads, count)),
     ):
         if tensor is not None and tensor.shape != wanted:
             raise ValueError(

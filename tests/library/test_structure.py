@@ -25,6 +25,7 @@ ROOMS = ("options", "ops", "compat", "cache", "layers", "models", "tools", "comm
 # What one forward pass of a patched Llama meets at most, in the setting that the README shows: with
 # sinks, kept tokens and a cache
 FILES, TYPES = 12, 21
+LINES = 60  # of a function, without its docstring
 
 
 def name_of(path: Path) -> str:
@@ -100,6 +101,19 @@ def test_imports_go_down_without_circles():
     assert by_name == {f"hf_infini.ops.backends.triton.{name}" for name in TRITON}
     rules = {f"hf_infini.ops.rules.{name}" for name in UPDATE_RULES[1:]}
     assert rules <= graph["hf_infini.ops.rules"]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=name_of)
+def test_bodies_are_short(path):
+    functions = [
+        node
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    for function in functions:
+        body = function.body[ast.get_docstring(function) is not None :]
+        lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+        assert lines <= LINES, f"{function.name} has {lines} lines"
 
 
 def met_in(call) -> tuple[set[str], set[str], set[str]]:

@@ -186,9 +186,7 @@ def step_layout(
         (visible & ((places < sinks) | (places >= ahead)))[:, None, None] if kept_tokens else None
     )
     if memory_mask is not None or skipped is not None:
-        new = (
-            torch.zeros_like(rows, dtype=torch.bool) if memory_mask is None else ~memory_mask[:, 0]
-        )
+        new = torch.zeros_like(completing) if memory_mask is None else ~memory_mask[:, 0]
         new = new if real is None else new & real[:, 0]
         skipped = new.new_zeros(batch, window.places) if skipped is None else skipped
         skipped = skipped.index_put((rows, slot), new)
