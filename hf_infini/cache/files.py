@@ -220,8 +220,8 @@ def check_tensors(path: Place, tensors: dict[str, Tensor], config: Any, rows: in
 
 
 def first_states(config: Any, rows: int, dtype: torch.dtype) -> dict[int, InfiniState]:
-    """The states of a configuration's layers with a memory before the first token, without numbers,
-    by layer; `dtype`: of keys and values."""
+    """The states of the layers with a memory of a model with this `config` before the first
+    token, without numbers, by layer. `rows`: of the batch; `dtype`: of keys and values."""
     rule, (heads, *widths) = RULES[config.update_rule].of(config), key_heads(config)
     key, value = (
         torch.empty(rows, heads, 0, width, dtype=dtype, device="meta") for width in widths
@@ -244,9 +244,15 @@ def first_states(config: Any, rows: int, dtype: torch.dtype) -> dict[int, Infini
 
 @check_types
 def cache_bytes(config: PreTrainedConfig) -> int:
-    """Bytes that a model's layers with a memory hold of one sequence, however long it is, in the
-    configuration's dtype (`None`: torch's default). Where the memory skips tokens, each place of a
-    window takes one more."""
+    """Bytes that a model's layers with a memory hold of one sequence, however long it is. Where
+    the memory skips tokens, each place of a window takes one more.
+
+    Args:
+        config: of the model; the cache is counted in its dtype (`None`: torch's default).
+
+    Raises:
+        ValueError: no layer has a memory, so that the cache grows with every token.
+    """
     if not getattr(config, "infini_layers", ()):
         raise ValueError(
             f"the cache of a {type(config).__name__} without a compressive memory "
@@ -257,6 +263,6 @@ def cache_bytes(config: PreTrainedConfig) -> int:
 
 
 def dtype_of(config: PreTrainedConfig) -> torch.dtype:
-    """The dtype of a configuration, which is a name once it was saved; `None`: torch's default."""
+    """The dtype of a `config`, which is a name once it was saved; `None`: torch's default."""
     dtype: Any = config.dtype or torch.get_default_dtype()
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype

@@ -27,9 +27,9 @@ LIMITS = {
 
 
 def check_types(function: Function) -> Function:
-    """Decorator: a TypeError names the first argument that is not of its annotated type, before
-    anything is computed. Numbers of other libraries are numbers, True is none. Not in a graph of
-    torch.compile."""
+    """Decorator of a `function`: a TypeError names the first argument that is not of its
+    annotated type, before anything is computed. Numbers of other libraries are numbers, True
+    is none. Not in a graph of torch.compile."""
     signature, own = inspect.signature(function), function.__qualname__.removesuffix(".__init__")
     called = own.rpartition(".")[2]  # a class is called by its own name
     wanted = {name: _checkable(each.annotation) for name, each in signature.parameters.items()}
@@ -72,8 +72,9 @@ def _checkable(annotation: Any) -> Any:
 def check_arguments(
     query, tokens, gate, rule, score, window, rotary, far_rotary, **numbers
 ) -> None:
-    """ValueError unless these arguments of [`infini_attention`] fit each other, and `numbers` are
-    within [`LIMITS`]; `tokens`, `rule`, `score` and `window` are what it makes of others."""
+    """ValueError unless these arguments of [`infini_attention`] fit each other, and `numbers`
+    are within [`LIMITS`]: query, gate, rotary and far_rotary as of it; `tokens`, `rule`,
+    `score` and `window` are what it makes of others."""
     key, value, log_weight, learned_score, _ = tokens
     check_window(window, rotary)
     if far_rotary is not None:
@@ -137,7 +138,8 @@ def check_window(window: Window, rotary: Sequence[Tensor] | None) -> None:
 
 
 def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
-    """ValueError unless these are ids of a vocabulary of so many tokens, one at least."""
+    """ValueError unless `ids`, the argument `name`, are ids of a `vocabulary` of so many tokens,
+    one at least."""
     whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
     found = f"{list(ids.shape)} of {ids.dtype} on {ids.device}"
     if whole and ids.numel() and not ids.is_meta:

@@ -52,8 +52,21 @@ def naive_infini_attention(
     dropout: float = 0.0,
     eps: float = EPS,
 ) -> Tensor | tuple[Tensor, InfiniState]:
-    """[`infini_attention`] with the same arguments and results, one token after the other, all in
-    float32 or wider."""
+    """[`infini_attention`] one token after the other, all in float32 or wider: the reference.
+
+    Args:
+        query, key, value, gate, segment_length: as of [`infini_attention`], with the same shapes.
+        update_rule, feature_map, local_segments, sink_tokens, kept_tokens, keep_score: likewise.
+        attention_mask, position_ids, memory_mask, state, return_state: likewise.
+        log_weight, learned_score, rotary, turn, far_rotary: likewise.
+        scaling, softcap, dropout, eps: likewise.
+
+    Returns:
+        as [`infini_attention`]: `[batch, heads, tokens, value_dim]`, and the state if asked for.
+
+    Raises:
+        ValueError: as [`infini_attention`].
+    """
     window = Window(segment_length, local_segments, sink_tokens, kept_tokens)
     rule = memory_rule(update_rule, feature_map=feature_map, eps=eps)
     score = token_score(keep_score)
