@@ -128,7 +128,7 @@ def describe_model(model: nn.Module) -> dict:
 
 
 def check_description(description: dict) -> None:
-    """ValueError unless it has the entries of [`describe_model`]."""
+    """ValueError unless `description` has the entries of [`describe_model`]."""
     if description.keys() != MODEL_ENTRIES.keys():
         raise ValueError(
             "model must be the model that has filled the cache, or what describe_model says of it, "
@@ -137,11 +137,12 @@ def check_description(description: dict) -> None:
 
 
 def write_memory_file(path: Place, tensors: dict[str, Tensor], record: dict) -> None:
-    """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the
-    old file or the new one, also where several processes write the same file: each writes into a
-    folder, `NAME.….part` beside it, and the last to finish wins. The same content
-    gives the same bytes. Folders on the way are made. MemoryFileError where numbers are not finite;
-    OSError where the file cannot be written, or is a folder; an old one is still there."""
+    """Writes tensors and a record (its entries `model` to `text_sha256`) to `path`, so that a
+    reader finds the old file or the new one, also where several processes write the same
+    file: each writes into a folder, `NAME.….part` beside it, and the last to finish wins. The
+    same content gives the same bytes. Folders on the way are made. MemoryFileError where
+    numbers are not finite; OSError where the file cannot be written, or is a folder; an old
+    one is still there."""
     path, tensors = Path(path), copies_of(tensors)
     UNSAVED.check_finite(path, tensors)
     # as a reader will have it
@@ -152,9 +153,9 @@ def write_memory_file(path: Place, tensors: dict[str, Tensor], record: dict) -> 
 
 
 def read_memory_file(path: Place) -> tuple[dict, dict[str, Tensor]]:
-    """Record and tensors (on the CPU) of a memory file, whole and undamaged. MemoryFileError where
-    it is none, damaged, of another version, or has numbers that are not finite; OSError where there
-    is no such file, or it may not be read."""
+    """Record and tensors (on the CPU) of the memory file `path`, whole and undamaged.
+    MemoryFileError where it is none, damaged, of another version, or has numbers that are not
+    finite; OSError where there is no such file, or it may not be read."""
     if Path(path).is_char_device():  # some never end
         KIND.refuse(path, "is a device and no file")
     # in one read: another writer may replace the file between two
@@ -176,8 +177,8 @@ def read_memory_file(path: Place) -> tuple[dict, dict[str, Tensor]]:
 
 
 def check_model(path: Place, record: dict, model: nn.Module) -> None:
-    """MemoryFileError, naming what differs, unless a record is of this model; options unknown to it
-    had their defaults."""
+    """MemoryFileError, naming what differs, unless the `record` of the file `path` is of this
+    model; options unknown to it had their defaults."""
     config: Any = model.config
     defaults = {field.name: field.default for field in fields(config)}
     written, given = (
@@ -201,8 +202,8 @@ def check_model(path: Place, record: dict, model: nn.Module) -> None:
 
 
 def check_tensors(path: Place, tensors: dict[str, Tensor], config: Any, rows: int) -> None:
-    """MemoryFileError, naming the first that differs, unless the layers' tensors are those of a
-    cache of so many rows for this configuration."""
+    """MemoryFileError, naming the first that differs, unless the layers' `tensors` of the file
+    `path` are those of a cache of so many `rows` for this `config`."""
     wanted = {
         f"layers.{layer}.{name}": tensor
         for layer, state in first_states(config, rows, torch.float32).items()

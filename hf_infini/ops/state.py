@@ -366,6 +366,17 @@ def last_position(
     )
 
 
+def gather(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows of `[batch, rows, …]` at `index` `[batch, places]`, zero at −1."""
+    first = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]
+    taken = (
+        rows.flatten(0, 1)
+        .index_select(0, (index.clamp(min=0) + first).flatten())
+        .unflatten(0, index.shape)
+    )
+    return taken.masked_fill((index < 0)[(...,) + (None,) * (rows.dim() - 2)], 0)
+
+
 def pad(tensor: Tensor, widths: Sequence[int]) -> Tensor:
     """`F.pad` of a `tensor` with zeros; `widths`: before and after, from the last dimension on.
     Booleans are padded as numbers: of compared and padded ones torch.compile makes invalid
