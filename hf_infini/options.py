@@ -26,20 +26,20 @@ LIMITS = {
 
 
 def number(default, **limits):
-    """A field of a number with its [`LIMITS`]."""
+    """A field of a number with its `default`, a number or `None`, and its [`LIMITS`]."""
     return field(default=default, metadata=limits)
 
 
 def in_words(limits: Mapping) -> str:
-    """The [`LIMITS`] among these entries in words: "at least 0 and below 1"."""
+    """The [`LIMITS`] among `limits` in words: "at least 0 and below 1"."""
     return " and ".join(
         f"{name.replace('_', ' ')} {limits[name]}" for name in LIMITS if name in limits
     )
 
 
 def check_number(name: str, value, limits: Mapping) -> None:
-    """ValueError unless a number is finite and within its limits; anything else than a number
-    passes."""
+    """ValueError unless a number, the `value` of the option `name`, is finite and within its
+    `limits`, of [`LIMITS`]; anything else than a number passes."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return
     if not math.isfinite(value) or not all(
@@ -312,8 +312,8 @@ MEMORY_OPTIONS = tuple(field.name for field in fields(MemoryOptions))
 
 
 def context_limit(config) -> int | None:
-    """The most tokens that a model's positions reach; None where they have no end: all but learned
-    ones."""
+    """The most tokens that the positions of a model with this `config` reach; None where they
+    have no end: all but learned ones."""
     return (
         getattr(config, "n_positions", None)
         if getattr(config, "position_encoding", "learned") == "learned"
@@ -322,7 +322,8 @@ def context_limit(config) -> int | None:
 
 
 def key_heads(config) -> tuple[int, int, int]:
-    """Key/value heads of a layer, and how wide the keys and the values of one are."""
+    """By a model's `config`: key/value heads of a layer, and how wide the keys and the values of
+    one are."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return (
@@ -339,8 +340,8 @@ def first_layers(windows: dict[int, Window]) -> dict[Window, int]:
 
 
 def layer_kinds(config) -> list[str]:
-    """What each layer's own attention sees, by transformers' names: "full_attention",
-    "sliding_attention", …"""
+    """What each layer's own attention sees in a model with this `config`, by transformers'
+    names: "full_attention", "sliding_attention", …"""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         return list(kinds)

@@ -73,12 +73,15 @@ class InfiniLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the state is made by the first call."""
+        """Nothing to do: the state is made by the first call, whatever `key_states` and
+        `value_states` are."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Keeps nothing, and gives what it is given: the attention leaves the next state."""
+        """Keeps nothing, and gives what it is given: the attention leaves the next state.
+        `key_states`, `value_states`: `[batch, kv_heads, tokens, head_dim]`. TypeError for a
+        layer that is not of a call's cache."""
         if self.left is None:
             raise TypeError(
                 "an InfiniLayer keeps no keys and values to attend to; the attention "
@@ -93,6 +96,7 @@ class InfiniLayer(CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns of a mask, past ones and `query_length` new ones; and the first of them."""
         return self.columns + query_length, 0
 
 
@@ -114,7 +118,7 @@ class InfiniCache(Cache):
             [`InfiniCache.recall`] finds them; `None`: they are not archived.
 
     Args:
-        config: of the model that reads.
+        config: of the model that will fill it; ValueError where no layer of it has a memory.
         archive: whether keys and values of all tokens are archived, in host memory, while they are
             read.
     """
@@ -184,10 +188,14 @@ class InfiniCache(Cache):
 
     @check_types
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keeps the rows `beam_idx`, their numbers `[rows]`: those of beams that go on.
+        ValueError where there is no such row."""
         self._choose_rows(beam_idx)
 
     @check_types
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Has each row `repeats` times, 1 or more, one after the other; ValueError for another
+        number."""
         check_number("repeats", repeats, {"at_least": 1})
         rows = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
         self._map(lambda tensor: tensor.repeat_interleave(repeats, 0))
@@ -195,6 +203,8 @@ class InfiniCache(Cache):
 
     @check_types
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows `indices`, their numbers `[rows]`, or a bool for each row; ValueError
+        where there is no such row."""
         self._choose_rows(indices)
 
     def _choose_rows(self, indices: Tensor) -> None:
@@ -267,7 +277,7 @@ class InfiniCache(Cache):
         self.in_step = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """ValueError unless it is 0: a memory cannot take back a token."""
+        """ValueError unless `tokens_to_remove` is 0: a memory cannot take back a token."""
         if tokens_to_remove:
             raise ValueError(
                 "a memory cannot take back a token that it has read: keep a copy from before it, "
@@ -362,8 +372,8 @@ class InfiniCache(Cache):
             )
 
     def advance(self, of_call: Any, input_ids: Tensor | None, tokens: int) -> None:
-        """Takes over what a call of `tokens` columns has left; `input_ids` `[batch, tokens]`, or
-        `None` for embeddings."""
+        """Takes over what a call of `tokens` columns has left in `of_call`,
+        [`InfiniCache.for_call`]; `input_ids` `[batch, tokens]`, or `None` for embeddings."""
         self.advance_layers(of_call, tokens)
         state: Any = self.state
         if input_ids is None:
@@ -383,7 +393,8 @@ class InfiniCache(Cache):
         self.text = self.text | text_after(self.text, ids)
 
     def advance_layers(self, of_call: Any, tokens: int) -> None:
-        """Gives the layers that have been called their new states."""
+        """Gives the layers that have been called their new states, which are in `of_call`, after
+        `tokens` columns."""
         for layer, called in zip(self.layers, of_call.layers, strict=True):
             for state in called.left if isinstance(layer, InfiniLayer) else ():
                 layer.advance(state, tokens)
@@ -411,9 +422,9 @@ class InfiniCache(Cache):
         return F.pad(attention_mask, (self.get_seq_length(), 0), value=1)
 
     def check_ids(self, input_ids: Tensor) -> None:
-        """ValueError unless these ids, `[batch, tokens]`, begin with what has been read, by its
-        digest, or in a file of earlier versions by its end, and go on. The cache may have several
-        rows for each (beams)."""
+        """ValueError unless `input_ids`, `[batch, tokens]`, begin with what has been read, by
+        its digest, or in a file of earlier versions by its end, and go on. The cache may have
+        several rows for each (beams)."""
         columns, tokens = self.get_seq_length(), input_ids.shape[1]
         if not columns:
             return
@@ -435,8 +446,8 @@ class InfiniCache(Cache):
         )
 
     def check_past(self, attention_mask: Tensor) -> None:
-        """ValueError (in a graph RuntimeError) where a mask of the past has fewer real tokens in a
-        row than its document."""
+        """ValueError (in a graph RuntimeError) where `attention_mask`, `[batch, columns]` of the
+        past, 1 = real, has fewer real tokens in a row than its document."""
         state: Any = self.state
         given, counted = (attention_mask != 0).sum(1), state.tokens_seen.to(attention_mask.device)
         if torch.compiler.is_compiling():
@@ -466,6 +477,7 @@ class InfiniCache(Cache):
         where several write it.
 
         Args:
+            path: of the file; an old one of this name is replaced.
             model: the model that filled the cache, or what [`describe_model`] said of it, which is
                 expensive.
             text_sha256: for each row, the sha256 of the text that it has read.
@@ -524,13 +536,19 @@ class InfiniCache(Cache):
     def from_pretrained(
         cls, path: str | os.PathLike, model: nn.Module, *, text_sha256: Sequence[str] | None = None
     ) -> "InfiniCache":
-        """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices. Hashes the
-        model's weights to compare them with those that wrote the memory. `text_sha256`: for each
-        row, that of the text that it must have read.
+        """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices. Hashes
+        the model's weights to compare them with those that wrote the memory.
+
+        Args:
+            path: of the file.
+            model: which continues from it, with the weights and options of the one that
+                wrote it.
+            text_sha256: for each row, that of the text that it must have read; `None`:
+                any.
 
         Raises:
-            MemoryFileError: the file is damaged, no memory file, or of another model or text; the
-                message says which.
+            MemoryFileError: the file is damaged, no memory file, or of another model or
+                text; the message says which.
             OSError: there is no such file, or it may not be read.
         """
         config: Any = getattr(model, "config", None)

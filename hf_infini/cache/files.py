@@ -130,7 +130,7 @@ def describe_model(model: nn.Module) -> dict:
 
 
 def check_description(description: dict) -> None:
-    """ValueError unless it has the entries of [`describe_model`]."""
+    """ValueError unless `description` has the entries of [`describe_model`]."""
     if description.keys() != MODEL_ENTRIES.keys():
         raise ValueError(
             "model must be the model that has filled the cache, or what describe_model says of it, "
@@ -139,11 +139,12 @@ def check_description(description: dict) -> None:
 
 
 def write_memory_file(path: Place, tensors: dict[str, Tensor], record: dict) -> None:
-    """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the
-    old file or the new one, also where several processes write the same file: each writes into a
-    folder, `NAME.….part` beside it, and the last to finish wins. The same content
-    gives the same bytes. Folders on the way are made. MemoryFileError where numbers are not finite;
-    OSError where the file cannot be written, or is a folder; an old one is still there."""
+    """Writes tensors and a record (its entries `model` to `text_sha256`) to `path`, so that a
+    reader finds the old file or the new one, also where several processes write the same
+    file: each writes into a folder, `NAME.….part` beside it, and the last to finish wins. The
+    same content gives the same bytes. Folders on the way are made. MemoryFileError where
+    numbers are not finite; OSError where the file cannot be written, or is a folder; an old
+    one is still there."""
     path, tensors = Path(path), copies_of(tensors)
     UNSAVED.check_finite(path, tensors)
     # as a reader will have it
@@ -154,9 +155,9 @@ def write_memory_file(path: Place, tensors: dict[str, Tensor], record: dict) -> 
 
 
 def read_memory_file(path: Place) -> tuple[dict, dict[str, Tensor]]:
-    """Record and tensors (on the CPU) of a memory file, whole and undamaged. MemoryFileError where
-    it is none, damaged, of another version, or has numbers that are not finite; OSError where there
-    is no such file, or it may not be read."""
+    """Record and tensors (on the CPU) of the memory file `path`, whole and undamaged.
+    MemoryFileError where it is none, damaged, of another version, or has numbers that are not
+    finite; OSError where there is no such file, or it may not be read."""
     _check_no_device(path)
     # in one read: another writer may replace the file between two
     tensors, metadata = KIND.tensors_of(path, Path(path).read_bytes())
@@ -195,8 +196,8 @@ def kept_and_archived(path: Place) -> tuple[int, bool]:
 
 
 def check_model(path: Place, record: dict, model: nn.Module) -> None:
-    """MemoryFileError, naming what differs, unless a record is of this model; options unknown to it
-    had their defaults."""
+    """MemoryFileError, naming what differs, unless the `record` of the file `path` is of this
+    model; options unknown to it had their defaults."""
     config: Any = model.config
     defaults = {field.name: field.default for field in fields(config)}
     written, given = (
@@ -220,8 +221,8 @@ def check_model(path: Place, record: dict, model: nn.Module) -> None:
 
 
 def check_tensors(path: Place, tensors: dict[str, Tensor], config: Any, rows: int) -> None:
-    """MemoryFileError, naming the first that differs, unless the layers' tensors are those of a
-    cache of so many rows for this configuration."""
+    """MemoryFileError, naming the first that differs, unless the layers' `tensors` of the file
+    `path` are those of a cache of so many `rows` for this `config`."""
     wanted = {
         f"layers.{layer}.{name}": tensor
         for layer, state in first_states(config, rows, torch.float32).items()
@@ -239,8 +240,8 @@ def check_tensors(path: Place, tensors: dict[str, Tensor], config: Any, rows: in
 
 
 def first_states(config: Any, rows: int, dtype: torch.dtype) -> dict[int, InfiniState]:
-    """The states of a configuration's layers with a memory before the first token, without numbers,
-    by layer; `dtype`: of keys and values."""
+    """The states of the layers with a memory of a model with this `config` before the first
+    token, without numbers, by layer. `rows`: of the batch; `dtype`: of keys and values."""
     rule, (heads, *widths) = RULES[config.update_rule].of(config), key_heads(config)
     key, value = (
         torch.empty(rows, heads, 0, width, dtype=dtype, device="meta") for width in widths
@@ -263,9 +264,15 @@ def first_states(config: Any, rows: int, dtype: torch.dtype) -> dict[int, Infini
 
 @check_types
 def cache_bytes(config: PreTrainedConfig) -> int:
-    """Bytes that a model's layers with a memory hold of one sequence, however long it is, in the
-    configuration's dtype (`None`: torch's default). Where the memory skips tokens, each place of a
-    window takes one more."""
+    """Bytes that a model's layers with a memory hold of one sequence, however long it is. Where
+    the memory skips tokens, each place of a window takes one more.
+
+    Args:
+        config: of the model; the cache is counted in its dtype (`None`: torch's default).
+
+    Raises:
+        ValueError: no layer has a memory, so that the cache grows with every token.
+    """
     if not getattr(config, "infini_layers", ()):
         raise ValueError(
             f"the cache of a {type(config).__name__} without a compressive memory "
@@ -276,6 +283,6 @@ def cache_bytes(config: PreTrainedConfig) -> int:
 
 
 def dtype_of(config: PreTrainedConfig) -> torch.dtype:
-    """The dtype of a configuration, which is a name once it was saved; `None`: torch's default."""
+    """The dtype of a `config`, which is a name once it was saved; `None`: torch's default."""
     dtype: Any = config.dtype or torch.get_default_dtype()
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype

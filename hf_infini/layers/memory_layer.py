@@ -477,8 +477,8 @@ def one_refusal(layer: InfiniAttentionMixin) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_float32(module: nn.Module) -> Iterator[None]:
-    """Within it, plain parameters of 16 bits, which would round large scores by more than 1, are in
-    float32."""
+    """Within it, plain parameters of a `module` of 16 bits, which would round large scores by
+    more than 1, are in float32."""
     plain = [parameter for parameter in module.parameters() if type(parameter) is nn.Parameter]
     short = [
         parameter
@@ -496,14 +496,15 @@ def in_float32(module: nn.Module) -> Iterator[None]:
 
 
 def own_form(tables: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
-    """Position embeddings as an own forward takes them: cosines and sines, or complex numbers."""
+    """Position embeddings, `tables`, as an own forward takes them: cosines and sines, or complex
+    numbers."""
     return tables if len(tables) > 1 else tables[0]
 
 
 @contextlib.contextmanager
 def in_evaluation(module: nn.Module) -> Iterator[None]:
-    """Within it, evaluation mode, but for bitsandbytes: on some CPUs weights of 4 bits would lose
-    gradients for good."""
+    """Within it, a `module` is in evaluation mode, but for bitsandbytes: on some CPUs weights of
+    4 bits would lose gradients for good."""
     modes = {part: part.training for part in module.modules()}
     try:
         for part in modes:

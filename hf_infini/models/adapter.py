@@ -210,12 +210,12 @@ def read_record(path, **hub) -> dict:
     """What an adapter says of itself: the `options` of its memory, and the `model` that it belongs
     to ([`describe`]); and, but for earlier versions, the checksums of the `files` beside it and of
     all this, `sha256`. ValueError where the file is damaged or no record; OSError where it is
-    missing. Arguments as of [`load_adapter`]."""
+    missing. `path`, others: as of [`load_adapter`]."""
     return _record_of(_file(path, RECORD, hub))
 
 
 def read_adapter(path, **hub) -> Adapter:
-    """All files of an adapter, checked as [`load_adapter`] says, apart from a model."""
+    """All files of the adapter at `path`, checked as [`load_adapter`] says, apart from a model."""
     files = {name: _file(path, name, hub) for name in (RECORD, WEIGHTS)}
     if (file := _file(path, LORA, hub, needed=False)) is not None:
         files |= {LORA: file, LORA_WEIGHTS: _file(path, LORA_WEIGHTS, hub)}

@@ -75,9 +75,15 @@ class SavedModelMixin(HubCodeMixin, ModelBase):
     def save_pretrained(
         self, save_directory, is_main_process: bool = True, *args, save_code: bool = False, **kwargs
     ):
-        """As usual; `save_code`: whether the model's code is written beside it, so that it loads
-        where hf_infini is not installed. What is pushed has its code, and so has what was loaded by
-        its code."""
+        """As usual.
+
+        Args:
+            save_directory: a folder, which is made if need be.
+            is_main_process: whether this process writes; the others of a training do not.
+            save_code: whether the model's code is written beside it, so that it loads
+                where hf_infini is not installed. What is pushed has its code, and so has
+                what was loaded by its code.
+        """
         warn_of_unfitted_score(decoder_of(self))
         if save_code and is_main_process:
             self.config.save_pretrained(save_directory, save_code=True)  # then the folder has it
@@ -242,7 +248,9 @@ class InfiniModelMixin(ModelBase):
     def own_positions(
         self, layout: Layout, position_ids: Tensor | None, cache: InfiniCache | None
     ) -> Tensor:
-        """The positions that the own forward is given: layers without a memory see them."""
+        """The positions that the own forward is given, for layers without a memory see them:
+        `position_ids` `[batch, tokens]`, or, if they are `None`, those of the `layout` that
+        go on from the `cache`."""
         return counted_positions(layout, cache) if position_ids is None else position_ids
 
     def rotary_tables(
@@ -310,9 +318,10 @@ class InfiniModelMixin(ModelBase):
 
 
 def scaled_beyond(rotary: Any, kind: str | None) -> int | None:
-    """Tokens of a text up to which a model's rotary positions, of a type of layer, are as they are,
-    and beyond which they are scaled by its length (longrope, dynamic); `None`: its length does not
-    count."""
+    """Tokens of a text up to which a model's rotary positions, of a type of layer, `kind`
+    (`None`: of all), are as they are, and beyond which they are scaled by its length
+    (longrope, dynamic); `None`: its length does not count. `rotary`: the module that makes
+    them."""
     scaling: Any = getattr(rotary, "rope_type", "default")
     scaling = scaling if kind is None else scaling[kind]
     if "dynamic" in scaling:
@@ -331,7 +340,8 @@ def with_signature(own: Callable, forward: Callable) -> Callable:
 
 
 def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    """The one of the two that is given, or a ValueError."""
+    """`input_ids` `[batch, tokens]` or `inputs_embeds` `[batch, tokens, width]`, the one of the
+    two that is given, or a ValueError."""
     given = inputs_embeds if input_ids is None else input_ids
     if given is None or (input_ids is not None and inputs_embeds is not None):
         raise ValueError("give exactly one of input_ids and inputs_embeds.")
@@ -339,8 +349,8 @@ def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
 
 
 def memory_mask_of(config, input_ids: Tensor | None, memory_mask: Tensor | None) -> Tensor | None:
-    """Which tokens `[batch, tokens]` a memory takes in: those of the mask that are not special by
-    their ids; `None`: all."""
+    """Which tokens `[batch, tokens]` a memory takes in: those of `memory_mask` that are not
+    special, as `config` says, by their `input_ids`; `None`: all."""
     ids = set()
     for special in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
         ids |= (
@@ -448,8 +458,9 @@ def warn_of_unfitted_score(base, tokens: float = math.inf) -> None:
 def mask_of_call(
     attention_mask: Tensor | None, batch: int, tokens: int, cache: InfiniCache | None
 ) -> Tensor | None:
-    """The part of the mask that covers this call's tokens, without the past that `generate` passes
-    as well. ValueError for another shape, or a past that the cache has not read."""
+    """The part of `attention_mask`, `[batch, tokens]` or `[batch, past + tokens]`, that covers
+    this call's tokens, without the past that `generate` passes as well. `cache`: what has
+    read the past. ValueError for another shape, or a past that the cache has not read."""
     if attention_mask is None:
         return None
     past = 0 if cache is None else cache.get_seq_length()
@@ -469,8 +480,8 @@ def mask_of_call(
 
 
 def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
-    """`[batch or 1, tokens]`: positions that continue from the last one, as those of earlier calls
-    may have gaps."""
+    """`[batch or 1, tokens]`: the positions of a call with this `layout` that continue from the
+    last one in the `cache`, as those of earlier calls may have gaps."""
     state = None if cache is None else cache.state
     if state is None:
         return layout.positions
@@ -478,9 +489,9 @@ def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
 
 
 def check_positions(positions: Tensor, limit: int, remedy: str, counted: bool) -> None:
-    """ValueError (RuntimeError in a graph) for positions `[batch, tokens]` beyond an embedding of
-    `limit` rows. `counted`: from 0 on, so that nothing is read where there are no more than the
-    limit."""
+    """ValueError (RuntimeError in a graph) for positions `[batch, tokens]` beyond an embedding
+    of `limit` rows. `remedy`: what the message says helps; `counted`: from 0 on, so that
+    nothing is read where there are no more than the limit."""
     if counted and positions.shape[1] <= limit:
         return
     if torch.compiler.is_compiling():

@@ -48,9 +48,10 @@ def find_folder(path: str | Path, what: str = "folder") -> Path | None:
 
 
 def model_files(path: str | Path) -> dict[str, Any]:
-    """What `from_pretrained` takes for a folder, a name on the Hub, a GGUF file, or a folder that
-    has one and no other weights. FileNotFoundError as [`find_folder`]; ValueError where a folder
-    has several, and ModuleNotFoundError where what reads them is not installed."""
+    """What `from_pretrained` takes for a folder, a name on the Hub, a GGUF file, or a folder
+    that has one and no other weights. FileNotFoundError as [`find_folder`]; ValueError where
+    a folder has several, and ModuleNotFoundError where what reads them is not installed.
+    `path`: any of them."""
     place = find_folder(path, "model folder")
     if place is None:
         return {"pretrained_model_name_or_path": str(path)}
@@ -75,16 +76,18 @@ def model_files(path: str | Path) -> dict[str, Any]:
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """The configuration of a model; errors as of [`model_files`] and `from_pretrained`."""
+    """The configuration of a model; errors as of [`model_files`] and `from_pretrained`. `path`:
+    as of [`model_files`]."""
     return AutoConfig.from_pretrained(**model_files(path), trust_remote_code=False)
 
 
 def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
-    """The causal language model of a folder, a Hub name or a GGUF file ([`model_files`]), with the
-    options and errors of `from_pretrained`. Its code is not run, unless `trust_remote_code=True` is
-    given. The weights of a GGUF become plain ones, in float32 if no other `dtype` is given.
-    ValueError where weights have other shapes than the configuration says, or are not finite, or
-    others than those of a memory are missing."""
+    """The causal language model of a folder, a Hub name or a GGUF file ([`model_files`]), with
+    the options and errors of `from_pretrained`. Its code is not run, unless
+    `trust_remote_code=True` is given. The weights of a GGUF become plain ones, in float32 if
+    no other `dtype` is given. ValueError where weights have other shapes than the
+    configuration says, or are not finite, or others than those of a memory are missing.
+    `path`: as of [`model_files`]."""
     options = {"trust_remote_code": False, "output_loading_info": True} | options
     options = {"ignore_mismatched_sizes": True} | options  # its error says which in a log only
     files = model_files(path)
@@ -131,9 +134,10 @@ def load_tokenizer(
     path: str | Path, model: PreTrainedModel | None = None, **options
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, Hub name or GGUF file ([`model_files`]), with the options and
-    errors of `from_pretrained`. Its code is not run, unless `trust_remote_code=True` is given.
-    ValueError where there is none, or where it is not that of the `model` that is to read its ids:
-    if the configuration has a `tokenizer_sha256`, [`fingerprint`] must give the same."""
+    errors of `from_pretrained`. Its code is not run, unless `trust_remote_code=True` is
+    given. ValueError where there is none, or where it is not that of the `model` that is to
+    read its ids: if the configuration has a `tokenizer_sha256`, [`fingerprint`] must give the
+    same. `path`: as of [`model_files`]."""
     options = {"trust_remote_code": False} | options
     tokenizer = AutoTokenizer.from_pretrained(**model_files(path), **options)
     # that transformers makes without files

@@ -15,9 +15,16 @@ def kept_layers_masks(
     config, layout: Layout, cache: InfiniCache | None, dtype: torch.dtype, written_out: bool
 ) -> dict[str, Tensor | None]:
     """The masks of the layers without a memory, by the type of layer: `[batch or 1, 1, tokens,
-    keys]`, in the form that the model's attention implementation takes (of `dtype`, if they are
-    added to scores); `None` where the kernel's own causal mask says the same, unless they must be
-    `written_out`. The cache gets the documents of its columns and of the call's."""
+    keys]`; `None` where the kernel's own causal mask says the same.
+
+    Args:
+        config: of the model, whose attention implementation decides the form of the
+            masks.
+        layout: of the call, in any window.
+        cache: gets the documents of its columns and of the call's; `None`: there is none.
+        dtype: of masks that are added to scores.
+        written_out: whether none may be `None`.
+    """
     tokens, device = layout.positions.shape[1], layout.tokens_seen.device
     past = 0 if cache is None else cache.get_seq_length()
     documents = _documents(

@@ -131,8 +131,8 @@ def unpatch_model(model: Model):
 
 
 def convert_config(config, config_class, cache_tokens: int | None = None, **options):
-    """The values of `config` in another class, with `options` on top, and those that follow from
-    `cache_tokens` ([`options_of_cache`]); ValueError for options that no memory has."""
+    """The values of `config` in `config_class`, with `options` on top, and those that follow
+    from `cache_tokens` ([`options_of_cache`]); ValueError for options that no memory has."""
     infini = config_class if issubclass(config_class, InfiniConfigMixin) else type(config)
     refuse_unknown(options, ["cache_tokens", *infini.own_options()])
     if cache_tokens is not None:

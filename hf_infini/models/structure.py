@@ -25,7 +25,7 @@ def decoder_of(model: nn.Module) -> Any:
 
 
 def holder_of(base: PreTrainedModel) -> PreTrainedModel | None:
-    """The model of transformers that this one is a part of. A module does not know what holds it,
+    """The model of transformers that `base` is a part of. A module does not know what holds it,
     so all models that are alive are asked; then again without garbage, which is no holder."""
     if not _holders(base):
         return None
@@ -54,19 +54,21 @@ def check_own_forwards(*modules: nn.Module) -> None:
 
 
 def trained_places(config) -> float:
-    """The most places of a window at whose distances a model's rotary positions were trained; ∞ for
-    other positions."""
+    """The most places of a window at whose distances the rotary positions of a model with this
+    `config` were trained; ∞ for other positions."""
     return config.max_position_embeddings if getattr(config, "rope_parameters", None) else math.inf
 
 
 def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
-    """The attention modules of a decoder's layers, in order; errors as [`decoder_layers`]."""
+    """The attention modules of the layers of a `base` model, in order; errors as
+    [`decoder_layers`]."""
     return [attention for _, attention in decoder_layers(base)]
 
 
 def decoder_layers(base: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
-    """A decoder's layers, each with its attention module, in order; ValueError where it has not one
-    in each, where layers share one, or where their numbers are not those of their places."""
+    """The layers of a `base` model, each with its attention module, in order; ValueError where
+    it has not one in each, where layers share one, or where their numbers are not those of
+    their places."""
     count = base.config.num_hidden_layers
     for layers in base.children():
         if isinstance(layers, nn.ModuleList) and len(layers) == count:

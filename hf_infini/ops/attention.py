@@ -107,21 +107,8 @@ def infini_attention(
     rule = memory_rule(update_rule, feature_map=feature_map, eps=eps)
     score = token_score(keep_score)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
-    check_arguments(
-        query,
-        key,
-        value,
-        gate,
-        log_weight,
-        learned_score,
-        rule,
-        score,
-        window,
-        rotary,
-        far_rotary,
-        **numbers,
-    )
     tokens = Tokens(key, value, log_weight, learned_score)
+    check_arguments(query, tokens, gate, rule, score, window, rotary, far_rotary, **numbers)
     masks = {
         "attention_mask": attention_mask,
         "memory_mask": memory_mask,

@@ -27,9 +27,9 @@ LIMITS = {
 
 
 def check_types(function: Function) -> Function:
-    """Decorator: a TypeError names the first argument that is not of its annotated type, before
-    anything is computed. Numbers of other libraries are numbers, True is none. Not in a graph of
-    torch.compile."""
+    """Decorator of a `function`: a TypeError names the first argument that is not of its
+    annotated type, before anything is computed. Numbers of other libraries are numbers, True
+    is none. Not in a graph of torch.compile."""
     signature, own = inspect.signature(function), function.__qualname__.removesuffix(".__init__")
     called = own.rpartition(".")[2]  # a class is called by its own name
     wanted = {name: _checkable(each.annotation) for name, each in signature.parameters.items()}
@@ -70,21 +70,12 @@ def _checkable(annotation: Any) -> Any:
 
 
 def check_arguments(
-    query,
-    key,
-    value,
-    gate,
-    log_weight,
-    learned_score,
-    rule,
-    score,
-    window,
-    rotary,
-    far_rotary,
-    **numbers,
+    query, tokens, gate, rule, score, window, rotary, far_rotary, **numbers
 ) -> None:
-    """ValueError unless these arguments of [`infini_attention`] fit each other, and `numbers` are
-    within [`LIMITS`]; `rule`, `score` and `window` are what it makes of its options."""
+    """ValueError unless these arguments of [`infini_attention`] fit each other, and `numbers`
+    are within [`LIMITS`]: query, gate, rotary and far_rotary as of it; `tokens`, `rule`,
+    `score` and `window` are what it makes of others."""
+    key, value, log_weight, learned_score, _ = tokens
     check_window(window, rotary)
     if far_rotary is not None:
         if rotary is None or len(far_rotary[0]) != len(rotary):
@@ -98,7 +89,7 @@ def check_arguments(
             "query, key and value must be [batch, heads, tokens, head_dim] with a row and a token "
             f"at least, got {', '.join(map(str, shapes))}."
         )
-    (batch, heads, tokens, head_dim), kv_heads = query.shape, key.shape[1]
+    (batch, heads, count, head_dim), kv_heads = query.shape, key.shape[1]
     dtypes = [tensor.dtype for tensor in (query, key, value)]
     same = len({*dtypes}) == 1 or torch.is_autocast_enabled(query.device.type)
     if not same or not all(dtype.is_floating_point for dtype in dtypes):
@@ -123,11 +114,11 @@ def check_arguments(
             f"kept_tokens={window.kept_tokens} and keep_score={score.keep_score!r}."
         )
     for name, tensor, wanted in (
-        ("key", key, (batch, kv_heads, tokens, head_dim)),
-        ("value", value, (batch, kv_heads, tokens, value.shape[3])),
+        ("key", key, (batch, kv_heads, count, head_dim)),
+        ("value", value, (batch, kv_heads, count, value.shape[3])),
         ("gate", gate, (heads,)),
-        ("log_weight", log_weight, (batch, kv_heads, tokens, rule.rates)),
-        ("learned_score", learned_score, (batch, kv_heads, tokens)),
+        ("log_weight", log_weight, (batch, kv_heads, count, rule.rates)),
+        ("learned_score", learned_score, (batch, kv_heads, count)),
     ):
         if tensor is not None and tensor.shape != wanted:
             raise ValueError(
@@ -147,7 +138,8 @@ def check_window(window: Window, rotary: Sequence[Tensor] | None) -> None:
 
 
 def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
-    """ValueError unless these are ids of a vocabulary of so many tokens, one at least."""
+    """ValueError unless `ids`, the argument `name`, are ids of a `vocabulary` of so many tokens,
+    one at least."""
     whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
     found = f"{list(ids.shape)} of {ids.dtype} on {ids.device}"
     if whole and ids.numel() and not ids.is_meta:

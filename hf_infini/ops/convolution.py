@@ -11,8 +11,7 @@ Shapes: `B` batch, `T` new tokens, `C` channels, `K` taps.
 import torch
 from torch import Tensor
 
-from .layout.grid import gather
-from .state import Layout
+from .state import Layout, gather
 
 
 def short_convolution(

@@ -89,6 +89,7 @@ class ScoreOptions:
         return self.turn(states, *rows)
 
     def scaling_of(self, query: Tensor) -> float:
+        """The factor of the dot products with a `query` `[…, head_dim]`."""
         return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
 

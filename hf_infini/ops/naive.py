@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from ..options import Window
 from .checks import check_arguments, check_types
 from .keeping import token_score
+from .keeping.score import TokenScore
 from .positions import rotate
 from .recall import BLOCK_TOKENS, K1, REACH, C
 from .rules import RULES, memory_rule
-from .state import InfiniState, check_shapes
+from .state import InfiniState, Tokens, check_shapes
 
 EPS = 1e-6
 FEATURE_MAPS = {"elu": lambda x: F.elu(x) + 1, "exp": lambda x: x.clamp(max=30).exp()}
@@ -53,35 +54,32 @@ def naive_infini_attention(
     dropout: float = 0.0,
     eps: float = EPS,
 ) -> Tensor | tuple[Tensor, InfiniState]:
-    """[`infini_attention`] with the same arguments and results, one token after the other, all in
-    float32 or wider."""
+    """[`infini_attention`] one token after the other, all in float32 or wider: the reference.
+
+    Args:
+        query, key, value, gate, segment_length: as of [`infini_attention`], with the same shapes.
+        update_rule, feature_map, local_segments, sink_tokens, kept_tokens, keep_score: likewise.
+        attention_mask, position_ids, memory_mask, state, return_state: likewise.
+        log_weight, learned_score, rotary, turn, far_rotary: likewise.
+        scaling, softcap, dropout, eps: likewise.
+
+    Returns:
+        as [`infini_attention`]: `[batch, heads, tokens, value_dim]`, and the state if asked for.
+
+    Raises:
+        ValueError: as [`infini_attention`].
+    """
     window = Window(segment_length, local_segments, sink_tokens, kept_tokens)
     rule = memory_rule(update_rule, feature_map=feature_map, eps=eps)
     score = token_score(keep_score)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
-    check_arguments(
-        query,
-        key,
-        value,
-        gate,
-        log_weight,
-        learned_score,
-        rule,
-        score,
-        window,
-        rotary,
-        far_rotary,
-        **numbers,
-    )
+    tokens = Tokens(key, value, log_weight, learned_score)
+    check_arguments(query, tokens, gate, rule, score, window, rotary, far_rotary, **numbers)
     check_shapes(query.shape[0], query.shape[2], attention_mask, memory_mask, position_ids)
     if state is None:
         made: Any = {"rule": rule, "weighted": log_weight is not None, "scores": score.count}
         state = InfiniState.initial(key, value, *window, **made)
-    (batch, kv_heads, tokens, _), group, dtype = (
-        key.shape,
-        query.shape[1] // key.shape[1],
-        query.dtype,
-    )
+    (batch, kv_heads, *_), group, dtype = key.shape, query.shape[1] // key.shape[1], query.dtype
     query, key, value, gate, log_weight = (
         _widen(part, state) for part in (query, key, value, gate, log_weight)
     )
@@ -94,43 +92,22 @@ def naive_infini_attention(
     learned = _widen(
         key.new_zeros(key.shape[:3]) if learned_score is None else learned_score, state
     )
-    scores = None
-    if kept_tokens:
-        found = [
-            score.naive_first(*one)
-            for one in zip(
-                *(part.flatten(0, 2) for part in (key.detach(), value.detach(), learned.detach())),
-                strict=True,
-            )
-        ]
-        scores = torch.stack([torch.stack(one).to(key) for one in found]).view(*key.shape[:3], -1)
+    scores = _first_scores(score, key, value, learned) if kept_tokens else None
+    masks = attention_mask, position_ids, memory_mask
     outputs, states = [], []
     for row, head in itertools.product(range(batch), range(kv_heads)):
         # the query heads that share this key/value head
         own = slice(head * group, (head + 1) * group)
         reader = _Head(state, row, head, window, options)
-        for number in range(tokens):
-            if attention_mask is not None and not attention_mask[row, number]:
-                outputs.append(value.new_zeros(group, value.shape[-1]))
-                continue
-            reader.begin_document_at(
-                None if position_ids is None else int(position_ids[row, number])
-            )
-            held: Any = (
-                None if part is None else part[row, head, number]
-                for part in (key, value, log_weight, scores)
-            )
-            skipped = memory_mask is not None and not memory_mask[row, number]
-            token = _Token(*held, number=reader.seen, skipped=skipped)
-            outputs.append(
-                reader.attend(
-                    query[row, own, number : number + 1], token, None if gate is None else gate[own]
-                )
-            )
+        held = [
+            None if part is None else part[row, head] for part in (key, value, log_weight, scores)
+        ]
+        of_row = [None if mask is None else mask[row].tolist() for mask in masks]
+        outputs += reader.read(query[row, own], held, None if gate is None else gate[own], *of_row)
         states.append(reader.state())
     output = (
         torch.stack(outputs)
-        .view(batch, kv_heads, tokens, group, -1)
+        .view(batch, kv_heads, query.shape[2], group, -1)
         .transpose(2, 3)
         .flatten(1, 2)
         .to(dtype)
@@ -146,6 +123,13 @@ def naive_infini_attention(
         )
         fields[name] = heads if name in OF_HEADS or heads is None else heads[:, 0]
     return output, replace(state, **fields)
+
+
+def _first_scores(score: TokenScore, key: Tensor, value: Tensor, learned: Tensor) -> Tensor:
+    """`[batch, kv_heads, tokens, scores]`: those of tokens that no query has seen."""
+    tokens = (part.detach().flatten(0, 2) for part in (key, value, learned))
+    found = [torch.stack(score.naive_first(*token)) for token in zip(*tokens, strict=True)]
+    return torch.stack(found).to(key).view(*key.shape[:3], -1)
 
 
 # The fields of a state that differ from head to head
@@ -207,6 +191,20 @@ class _Head:
                 )
                 skipped = state.local_skipped is not None and bool(state.local_skipped[row, place])
                 self.places[place] = _Token(*held, number=number, skipped=skipped)
+
+    def read(self, queries, held, gate, attention_mask, position_ids, memory_mask):
+        """The outputs, `[group, value_dim]`, of tokens of which these are `held`: a [`_Token`]'s
+        fields, `[tokens, …]`; `queries`: `[group, tokens, head_dim]`; masks and positions: lists,
+        `None` as of [`infini_attention`]."""
+        for number in range(queries.shape[1]):
+            if attention_mask is not None and not attention_mask[number]:
+                yield queries.new_zeros(len(queries), held[1].shape[-1])
+                continue
+            self.begin_document_at(None if position_ids is None else position_ids[number])
+            skipped = memory_mask is not None and not memory_mask[number]
+            parts: Any = (None if part is None else part[number] for part in held)
+            token = _Token(*parts, number=self.seen, skipped=skipped)
+            yield self.attend(queries[:, number : number + 1], token, gate)
 
     def begin_document_at(self, position):
         """A position that does not go on from the last one starts a new document with a fresh

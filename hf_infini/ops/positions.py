@@ -37,9 +37,9 @@ def relative_key_bias(query: Tensor, table: Tensor, distance: Tensor) -> Tensor:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The slope m of each head: 2^(−8h/H) for h = 1 … H where H is a power of two. Another H takes
-    those of the next smaller power of two, and then every other one of the next larger (the
-    authors' code)."""
+    """The slope m of each of so many `heads`: 2^(−8h/H) for h = 1 … H where H is a power of two.
+    Another H takes those of the next smaller power of two, and then every other one of the
+    next larger (the authors' code)."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * head / power) for head in range(1, power + 1)]
     between = [2 ** (-4 * head / power) for head in range(1, 2 * power + 1, 2)]

@@ -17,19 +17,19 @@ from torch import Tensor
 
 
 def dot_scores(query: Tensor, key: Tensor) -> Tensor:
-    """qᵀk."""
+    """qᵀk of each `query` and `key`."""
     return query @ key.mT
 
 
 def scaled_dot_scores(query: Tensor, key: Tensor) -> Tensor:
-    """qᵀk / √d: keeps the variance of the scores at 1, whatever the width, for entries of variance
-    1."""
+    """qᵀk / √d of each `query` and `key`: keeps the variance of the scores at 1, whatever the
+    width, for entries of variance 1."""
     # in this order less can leave the range of float16
     return query * query.shape[-1] ** -0.5 @ key.mT
 
 
 def general_scores(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
-    """qᵀWk with a matrix for each head: weight `[H, D, D]`."""
+    """qᵀWk of each `query` and `key`, with a matrix for each head: weight `[H, D, D]`."""
     return query @ weight @ key.mT
 
 

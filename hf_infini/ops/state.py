@@ -112,8 +112,8 @@ class Layout:
     next_skipped: Tensor | None = None  # `local_skipped` of the next state
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Layout":
-        """The layout on another device: accelerate asks for it where a model's layers are on
-        several."""
+        """The layout on another `device`, copied as by torch's `non_blocking`: accelerate asks
+        for it where a model's layers are on several."""
         if torch.device(device) == self.positions.device:
             return self
         moved = self.__dict__.setdefault("_moved", {})
@@ -187,11 +187,20 @@ class InfiniState:
         weighted: bool = False,
         scores: int = 1,
     ) -> "InfiniState":
-        """The state before the first token of every row. Of `key` `[batch, kv_heads, tokens,
-        head_dim]` and `value` `[…, value_dim]` only the shapes, dtype and device are read; `L`,
-        `w`, `S` and `K` as of [`infini_attention`]; `rule`: how the memory is written, `None`: by
-        the linear rule; `weighted`: whether tokens have a `log_weight`; `scores`: how many say
-        whether a token is kept, [`TokenScore.count`]."""
+        """The state before the first token of every row.
+
+        Args:
+            key, value: `[batch, kv_heads, tokens, head_dim]` and `[…, value_dim]`, of
+                which only the shapes, dtype and device are read.
+            segment_length, local_segments, sink_tokens, kept_tokens: L, w, S and K of the
+                window, in tokens, but w in segments.
+            rule: how the memory is written; `None`: by the linear rule.
+            weighted: whether tokens have a `log_weight`.
+            scores: how many say whether a token is kept, [`TokenScore.count`].
+
+        Raises:
+            ValueError: there is no window of these sizes.
+        """
         rule = MemoryRule() if rule is None else rule
         window = Window(segment_length, local_segments, sink_tokens, kept_tokens)
         window.check()
@@ -279,7 +288,7 @@ class InfiniState:
         )
 
     def after(self, layout: Layout, **tensors: Tensor | None) -> "InfiniState":
-        """The state after a call with this [`Layout`], which left these memory, normaliser and
+        """The state after a call with this `layout`, which left these memory, normaliser and
         windows."""
         counts = {name: getattr(layout, name) for name in COUNTS}
         return self.having(local_skipped=layout.next_skipped, **counts, **tensors)
@@ -342,7 +351,9 @@ Attended = tuple[Tensor, InfiniState | None, Tensor | None]
 def last_position(
     tokens: int, real: Tensor | None, position_ids: Tensor | None, before: Tensor
 ) -> Tensor:
-    """[`Layout.last_position`], `[batch]`, of so many tokens; `before`: that before them."""
+    """[`Layout.last_position`], `[batch]`, after so many `tokens`, of which `real` `[batch,
+    tokens]` are no padding (`None`: all), at `position_ids` `[batch, tokens]` (`None`:
+    counted); `before`: that before them."""
     if position_ids is None:
         return before + (tokens if real is None else real.sum(1))
     if real is None:
@@ -353,9 +364,21 @@ def last_position(
     )
 
 
+def gather(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows of `[batch, rows, …]` at `index` `[batch, places]`, zero at −1."""
+    first = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]
+    taken = (
+        rows.flatten(0, 1)
+        .index_select(0, (index.clamp(min=0) + first).flatten())
+        .unflatten(0, index.shape)
+    )
+    return taken.masked_fill((index < 0)[(...,) + (None,) * (rows.dim() - 2)], 0)
+
+
 def pad(tensor: Tensor, widths: Sequence[int]) -> Tensor:
-    """`F.pad` with zeros. Booleans are padded as numbers: of compared and padded ones torch.compile
-    makes invalid C++."""
+    """`F.pad` of a `tensor` with zeros; `widths`: before and after, from the last dimension on.
+    Booleans are padded as numbers: of compared and padded ones torch.compile makes invalid
+    C++."""
     return (
         F.pad(tensor.to(torch.uint8), widths).to(torch.bool)
         if tensor.dtype == torch.bool
@@ -370,7 +393,8 @@ def check_shapes(
     memory_mask: Tensor | None,
     position_ids: Tensor | None,
 ) -> None:
-    """ValueError unless these are `[batch, tokens]`, positions perhaps `[1, tokens]`, or `None`."""
+    """ValueError unless attention_mask, memory_mask and position_ids are `[batch, tokens]`,
+    positions perhaps `[1, tokens]`, or `None`; TypeError for what is no tensor."""
     given = {
         "attention_mask": attention_mask,
         "memory_mask": memory_mask,
@@ -395,8 +419,8 @@ def check_shapes(
 
 
 def bool_mask(name: str, mask: Tensor | None, read_back: bool) -> Tensor | None:
-    """A mask of 0 and 1 as bool; read_back: whether its values may be read back from the device
-    now."""
+    """A mask of 0 and 1, the argument `name`, as bool, or a ValueError (RuntimeError).
+    `read_back`: whether its values may be read back from the device now."""
     if mask is None or mask.dtype == torch.bool:
         return mask
     wrong = ((mask != 0) & (mask != 1)).any()

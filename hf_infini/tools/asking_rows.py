@@ -35,11 +35,24 @@ def asking_rows(
     length: int = 1700,
     seed: int = 0,
 ) -> list[list[int]]:
-    """Rows for [`hf_infini.fit_keep_score`] from any text, such as the one that will be asked: half
-    of them state and ask in English, the others in Portuguese. Between the facts are pieces of the
-    text; a short one comes again. `rows`: how many; `length`: tokens of each; `seed`: of all that
-    is drawn. ValueError without text, for halves of characters in it, or where rows are too
-    short."""
+    """Rows for [`hf_infini.fit_keep_score`] from any text, such as the one that will be asked:
+    half of them state and ask in English, the others in Portuguese. Between the facts are
+    pieces of the text; a short one comes again.
+
+    Args:
+        tokenizer: of the model that is fitted.
+        text: running text, not empty.
+        rows: how many.
+        length: tokens of each.
+        seed: of all that is drawn.
+
+    Returns:
+        token ids, `rows` lists of `length`.
+
+    Raises:
+        ValueError: there is no text, halves of characters are in it, or rows are too
+            short.
+    """
     check_number("rows", rows, {"at_least": 1})
     check_number("length", length, {"at_least": 1})
 

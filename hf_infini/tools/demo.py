@@ -58,7 +58,8 @@ class Demo:
         files: list[str] | None,
         progress=gradio.Progress(track_tqdm=True),  # noqa: B008
     ) -> tuple[Session, str, list]:
-        """Reads files, and says how large the cache is; a new document begins a new chat."""
+        """Reads files, and says how large the cache is; a new document begins a new chat.
+        `progress`: gradio's bar."""
         if not files:
             raise _refusal("Choose a document first: text, Markdown, HTML or PDF.")
         try:
@@ -76,8 +77,9 @@ class Demo:
     def answer(
         self, question: str, turns: list[dict], session: Session | None
     ) -> Iterator[tuple[Any, list[dict], Any]]:
-        """Adds the question and, as it is made, its answer to the chat, and then shows the passages
-        that it looked at. Meanwhile the button stops it, and what is typed stays."""
+        """Adds the question and, as it is made, its answer to the `turns` of the chat, and then
+        shows the passages that it looked at. Meanwhile the button stops it, and what is typed
+        stays. `session`: of the page."""
         if session is None:
             raise _refusal("Read a document first.")
         if not question.strip():
@@ -112,12 +114,13 @@ class Demo:
         yield gradio.Textbox(**asks), shown, "\n\n…\n\n".join(map(str.strip, passages))
 
     def stop(self, session: Session | None) -> None:
-        """Ends the page's answer, which stays as far as it came."""
+        """Ends the answer of the page with this `session`, which stays as far as it came."""
         if session is not None:
             session.stopped.set()
 
     def kept(self, layer: int, head: int, session: Session | None) -> list[tuple[str, str | None]]:
-        """The document in pieces, of which those that a head keeps have a label."""
+        """The document of a `session` in pieces, of which those that a `head` of a `layer` keeps
+        have a label."""
         if session is None:
             raise _refusal("Read a document first.")
         reader = session.reader

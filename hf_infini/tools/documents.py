@@ -86,7 +86,7 @@ def read_document(path: str | Path) -> str:
 
 
 def read_documents(paths: Iterable[str | Path]) -> str:
-    """The texts of files as one, with an empty line between them; errors as of
+    """The texts of the files `paths` as one, with an empty line between them; errors as of
     [`read_document`]."""
     return "\n\n".join(map(read_document, paths))
 

@@ -22,8 +22,9 @@ def replacing(out: Path) -> Generator[Path]:
 
 
 def check_output(option: str, out: Path, *inputs: str | Path) -> None:
-    """Makes the folders above `out`. ValueError where `out` is one of the inputs, or a device;
-    OSError where nothing can be written there: now, and not after hours."""
+    """Makes the folders above `out`. ValueError, which names the `option`, where `out` is one of
+    the inputs, or a device; OSError where nothing can be written there: now, and not after
+    hours."""
     for given in inputs:
         # not `Path.resolve`, which fails where links go round
         if Path(given).exists() and os.path.realpath(out) == os.path.realpath(given):

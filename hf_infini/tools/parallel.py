@@ -75,8 +75,8 @@ def shard_rows(
 
 
 def check_shards(config: PreTrainedConfig, tokens: int | None = None, size: int = 1) -> None:
-    """ValueError unless all layers have a memory and rows of so many tokens (`None`: any) can be
-    cut into `size` shards."""
+    """ValueError unless all layers of a model with this `config` have a memory and rows of so
+    many tokens (`None`: any) can be cut into `size` shards."""
     for name, count in (("tokens", tokens), ("size", size)):
         check_number(name, count, {"at_least": 1})
     kept = sorted({*range(config.num_hidden_layers)} - {*getattr(config, "infini_layers", ())})
@@ -144,7 +144,7 @@ class ShardCache(InfiniCache):
         return self
 
     def advance(self, of_call: Cache, input_ids: Tensor | None, tokens: int) -> None:
-        """Nothing goes on from it."""
+        """Nothing goes on from it: `of_call`, `input_ids` and `tokens` are left."""
 
     def begin(
         self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]

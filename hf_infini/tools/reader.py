@@ -242,6 +242,7 @@ class Reader:
         `read`, and ValueError where the template drops what is said.
 
         Args:
+            text, file, progress: as of `read`.
             before: the messages that the chats begin with, such as a system message. Where others
                 come first in a chat, the document is read once more for them.
         """

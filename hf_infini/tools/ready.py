@@ -101,7 +101,8 @@ def positions_of(net) -> dict[str, Any]:
 
 
 def load_saved(model: str, device: str, dtype: str):
-    """A model as it was saved, on a device, and its tokenizer."""
+    """The model of a folder or Hub name as it was saved, on a device and in a `dtype` (`None`:
+    its own), and its tokenizer."""
     option = f"--device {device}".rstrip()
     with while_("using", option, "cpu can be used."):
         found: Any = device

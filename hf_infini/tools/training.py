@@ -14,10 +14,17 @@ def parameter_groups(
     gate_learning_rate: float | None,
     weight_decay: float,
 ) -> list[dict]:
-    """The optimiser's parameter groups: matrices; without decay, vectors and an attention layer's
-    parameters beside its projections; and gates with a separate rate, without decay, which would
-    pull them back to sigmoid = 0.5. Gates of fewer than 32 bits become float32, in place, unless
-    FSDP has sharded them: in bfloat16 a step of 0.01 from −4 is lost."""
+    """The optimiser's parameter groups: matrices; without decay, vectors and an attention
+    layer's parameters beside its projections; and gates with a separate rate, without decay,
+    which would pull them back to sigmoid = 0.5. Gates of fewer than 32 bits become float32,
+    in place, unless FSDP has sharded them: in bfloat16 a step of 0.01 from −4 is lost.
+
+    Args:
+        model: with a memory, or without.
+        learning_rate: of all parameters but the gates.
+        gate_learning_rate: of the gates; `None`: the optimiser's own.
+        weight_decay: of matrices.
+    """
     groups: dict[str, dict[str, Any]] = {
         "matrices": {"params": [], "lr": learning_rate, "weight_decay": weight_decay},
         "vectors": {"params": [], "lr": learning_rate, "weight_decay": 0.0},
@@ -45,8 +52,8 @@ def parameter_groups(
 
 
 def gate_values(model: torch.nn.Module) -> dict[str, list[float]]:
-    """sigmoid(gate) of each head, by layer: the share of the memory in that head's output; empty
-    without gates."""
+    """sigmoid(gate) of each head of a `model`, by layer: the share of the memory in that head's
+    output; empty without gates."""
     found = {}
     for name, gate in gates_of(model).items():
         logits = gate().detach()

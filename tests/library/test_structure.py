@@ -25,6 +25,8 @@ ROOMS = ("options", "ops", "compat", "cache", "layers", "models", "tools", "comm
 # What one forward pass of a patched Llama meets at most, in the setting that the README shows: with
 # sinks, kept tokens and a cache
 FILES, TYPES = 12, 21
+UNNAMED = 187  # parameters that no docstring names; it may only fall
+LINES = 60  # of a function, without its docstring
 
 
 def name_of(path: Path) -> str:
@@ -100,6 +102,73 @@ def test_imports_go_down_without_circles():
     assert by_name == {f"hf_infini.ops.backends.triton.{name}" for name in TRITON}
     rules = {f"hf_infini.ops.rules.{name}" for name in UPDATE_RULES[1:]}
     assert rules <= graph["hf_infini.ops.rules"]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=name_of)
+def test_bodies_are_short(path):
+    functions = [
+        node
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    for function in functions:
+        body = function.body[ast.get_docstring(function) is not None :]
+        lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+        assert lines <= LINES, f"{function.name} has {lines} lines"
+
+
+def unnamed_parameters() -> list[str]:
+    """The parameters of public functions that neither the docstring of the function nor of its
+    class names, nor, of a method without a docstring, that of the one it overrides. The commands'
+    are explained by their help."""
+    trees = {
+        path: ast.parse(path.read_text("utf-8"))
+        for path in ROOT.rglob("*.py")
+        if path.parent.name != "triton" and path.name != "command.py"
+    }
+    classes = {
+        node.name: node
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def docstrings(function: ast.FunctionDef, owner: ast.ClassDef | None) -> str:
+        own = (
+            f"{ast.get_docstring(function) or ''} {ast.get_docstring(owner) or '' if owner else ''}"
+        )
+        overridden = [
+            (method, base)
+            for each in ([] if ast.get_docstring(function) or owner is None else owner.bases)
+            if (base := classes.get(ast.unparse(each).split(".")[-1])) not in (None, owner)
+            for method in base.body
+            if isinstance(method, ast.FunctionDef) and method.name == function.name
+        ]
+        return " ".join([own, *(docstrings(*each) for each in overridden)])
+
+    found = []
+    for path, tree in trees.items():
+        owners = [None, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
+        for owner in owners:
+            for function in (tree if owner is None else owner).body:
+                if not isinstance(function, ast.FunctionDef) or (
+                    function.name.startswith("_") and function.name != "__init__"
+                ):
+                    continue
+                given, said = function.args, docstrings(function, owner)
+                found += [
+                    f"{name_of(path)}.{function.name}: {each.arg}"
+                    for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)
+                    if each.arg not in ("self", "cls", "ctx")
+                    and not re.search(rf"\b{each.arg}\b", said)
+                ]
+    return found
+
+
+def test_docstrings_name_the_parameters():
+    found = unnamed_parameters()
+    print(*found, sep="\n")
+    assert len(found) <= UNNAMED
 
 
 def met_in(call) -> tuple[set[str], set[str], set[str]]:

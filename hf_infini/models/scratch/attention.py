@@ -219,8 +219,8 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         return HeadParts(scores, weights, self.dropout(weights) @ value)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of `[batch, tokens, d_in]`, `[batch, heads, tokens, width]`
-        each."""
+        """Queries, keys and values of `hidden_states`, `[batch, tokens, d_in]`: `[batch, heads,
+        tokens, width]` each."""
         projections = (
             self.W_query(hidden_states),
             self.W_key(hidden_states),

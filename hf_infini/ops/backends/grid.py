@@ -91,8 +91,9 @@ def kept_before(call: AttentionCall) -> tuple[Tokens | None, Any]:
 def compared_window(
     query: Tensor, key: Tensor, layout: GridLayout, softmax: ScoreOptions, begin: int, end: int
 ) -> tuple[Tensor, Tensor, Any]:
-    """Queries `[B, N, H, C, D]` and keys `[B, N, K, W, D]` of the windows of these segments, sinks
-    first, as they are compared, and which see which; without kept tokens."""
+    """Queries and keys of the windows of segments `begin … end`, sinks first, as they are
+    compared, and which see which; without kept tokens. `query`: `[B, N, H, C, D]`; `key`:
+    `[B, N, K, W, D]`; `layout`, `softmax`: of the call."""
     first, sinks = functools.partial(layout.first_numbers, begin, end), layout.window.sink_tokens
     compared = softmax.compared(key, layout.key_places(), first)
     if layout.window.kept_tokens and sinks:
@@ -105,8 +106,8 @@ def compared_window(
 def state_after(
     call: AttentionCall, kept: Tokens | None, scores: Any, memory_and_normaliser: Any
 ) -> InfiniState:
-    """The state after a call that ended with this memory and normaliser, and, where tokens are
-    kept, with these and these [`grid_scores`]."""
+    """The state after a call that ended with `memory_and_normaliser`, and, where tokens are
+    `kept`, with these and these `scores`, [`grid_scores`]."""
     tokens, layout, state = call.tokens, call.layout, call.state
     if kept is not None:
         tokens, state = scored(call, scores)
@@ -119,8 +120,8 @@ def state_after(
 
 
 def group_size(layout: GridLayout, key: Tensor) -> int:
-    """Segments that are worked on at a time: all in a graph, for the compiler keeps intermediate
-    results small."""
+    """Segments of a `layout` that are worked on at a time: all in a graph, for the compiler
+    keeps intermediate results small. `key`: `[batch, kv_heads, tokens, head_dim]`."""
     fits = layout.segments
     if not torch.compiler.is_compiling():
         fits = GROUP_ELEMENTS.get(key.device.type, GROUP_ELEMENTS["cuda"]) // (

@@ -16,7 +16,8 @@ from ..state import OF_LAYER, Attended, AttentionCall, InfiniState, Tokens
 
 
 def attend_step(call: AttentionCall) -> Attended:
-    """[`attend`] for one token per row, which returns the weights wherever they are written out."""
+    """[`attend`] for a `call` of one token per row, which returns the weights wherever they are
+    written out."""
     new_query, tokens, gate, layout, rule, softmax, state, keep_score, _, in_place, *_ = call
     own_scores = state.local_score
 
@@ -81,8 +82,9 @@ def attend_step(call: AttentionCall) -> Attended:
 def with_segments_complete(
     rule: MemoryRule, keep_score: TokenScore, state: InfiniState, border: SegmentBorder
 ) -> InfiniState:
-    """The state whose rows that complete a segment have written the oldest one of their window; its
-    counts stay."""
+    """The state whose rows that complete a segment have written the oldest one of their window;
+    its counts stay. `rule`, `keep_score`: how it is written, and what is kept of it;
+    `border`: of the call that has led to `state`."""
     if border.completing is None:
         return state
 

@@ -12,7 +12,7 @@ SCORES: dict[str, TokenScore] = {
 
 
 def token_score(keep_score: str) -> TokenScore:
-    """The score of this name; ValueError for another name."""
+    """The score named `keep_score`; ValueError for another name."""
     if keep_score not in SCORES:
         raise ValueError(f"keep_score must be one of {', '.join(SCORES)}, got {keep_score!r}.")
     return SCORES[keep_score]

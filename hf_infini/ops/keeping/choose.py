@@ -55,8 +55,9 @@ def received_attention(
 def sinks_before_kept(
     sinks: Tensor, layout: GridLayout, softmax: ScoreOptions, begin: int, end: int
 ) -> Tensor:
-    """Sinks `[B, N, K, S, D]` of segments `begin … end` as they are compared: turned right before
-    the tokens that are kept by then, for a window without a gap is that of a plain model."""
+    """Sinks of segments `begin … end` as they are compared: turned right before the tokens that
+    are kept by then, for a window without a gap is that of a plain model. `sinks`: `[B, N, K,
+    S, D]`; `layout`, `softmax`: of the call."""
     if softmax.rotary is None:
         return sinks
     kept = layout.left[:, begin:end].clamp(max=layout.window.kept_tokens)
@@ -84,8 +85,8 @@ def grid_scores(call: AttentionCall) -> Tensor:
 def add_received(
     call: AttentionCall, scores: Tensor, compared: tuple[Tensor, ...], begin: int, end: int
 ) -> None:
-    """Adds to the scores, [`grid_scores`], what the tokens of the windows of segments `begin …
-    end` receive, where that counts; `compared`: [`compared_window`]."""
+    """Adds to the scores of a `call`, [`grid_scores`], what the tokens of the windows of segments
+    `begin … end` receive, where that counts; `compared`: [`compared_window`]."""
     column, layout, (query, key, mask) = call.keep_score.receiving, call.layout, compared
     if column is None:
         return
@@ -99,10 +100,10 @@ def add_received(
 def choose_leaving(
     call: AttentionCall, kept: Tokens, scores: Tensor, leaving: Sequence[Any], begin: int, end: int
 ) -> tuple[Tokens, Tokens, Tokens | None]:
-    """What segments `begin … end` see of what is kept; what is kept after them; and what they
-    evict: [`keep_best`]. `kept`: before them; `scores`: [`grid_scores`], with all that these have
-    received; `leaving`: keys, values and log weights of the tokens that leave while they are read,
-    `[B, N, K, C, …]` each."""
+    """What segments `begin … end` of a `call` see of what is kept; what is kept after them; and
+    what they evict: [`keep_best`]. `kept`: before them; `scores`: [`grid_scores`], with all
+    that these have received; `leaving`: keys, values and log weights of the tokens that leave
+    while they are read, `[B, N, K, C, …]` each."""
     layout, scores = call.layout, scores[:, begin:end]
     documents = layout.documents(begin, end) if layout.packed else None
     position = layout.delayed_numbers(begin, end)[:, :, None, :, None].expand_as(scores[..., :1])
@@ -119,7 +120,7 @@ def choose_leaving(
 
 def scored(call: AttentionCall, scores: Tensor) -> tuple[Tokens, InfiniState]:
     """The call's tokens, and its state's window, with what they have received by its end:
-    [`grid_scores`]."""
+    `scores`, [`grid_scores`]."""
     layout, window = call.layout, call.state.tensors()["local_score"].detach().clone()
     scores, end = scores[:, layout.window.local_segments :].transpose(2, 3), layout.carried_to
     carried = scores.flatten(1, 2)[:, : layout.carried].transpose(1, 2)
@@ -129,7 +130,8 @@ def scored(call: AttentionCall, scores: Tensor) -> tuple[Tokens, InfiniState]:
 
 
 def choosable_segments(layout: GridLayout, key: Tensor) -> int:
-    """Among how many segments' tokens is chosen at a time; `key`: `[B, …, K, tokens, D]`."""
+    """Among how many segments' tokens is chosen at a time in a call with this `layout`; `key`:
+    `[B, …, K, tokens, D]`."""
     limit = CHOICE_ELEMENTS.get(key.device.type, CHOICE_ELEMENTS["cuda"]) // (
         layout.batch * key.shape[-3]
     )
@@ -146,8 +148,16 @@ def with_kept(
     begin: int,
     end: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, as compared, values `[B, N, K, W, D]` and mask of the windows of segments `begin …
-    end`, with kept tokens between sinks and segments."""
+    """Keys, as compared, values and mask of the windows of segments `begin … end`, with kept
+    tokens between sinks and segments.
+
+    Args:
+        keys, values: without kept tokens, `[B, N, K, W, D]`.
+        mask: bool, True = visible, `[B or 1, N, 1, C, W]`.
+        seen: what the segments see of what is kept.
+        layout, softmax: of the call.
+        begin, end: numbers of segments.
+    """
     sinks, most = layout.window.sink_tokens, layout.most_kept
     if not most:
         return keys, values, mask
@@ -172,10 +182,11 @@ def keep_best(
     documents: Documents | None = None,
     evicts: bool = True,
 ) -> tuple[Tokens, Tokens, Tokens | None]:
-    """What each segment sees of what is kept, `[B, N, K, places, …]`; what is kept after the last,
-    `[B, K, places, …]`; and what the memory takes in after each, `[B, N, K, C, …]` (`None`: there
-    is none), the first and the last without scores. `leaving`: the tokens of the segments that
-    leave the window one after the other, `[B, N, K, C, …]` each, scores as in a window; `written`,
+    """What each segment sees of what is kept, `[B, N, K, places, …]`; what is kept after the
+    last, `[B, K, places, …]`; and what the memory takes in after each, `[B, N, K, C, …]`
+    (`None`: there is none), the first and the last without scores. `leaving`: the tokens of
+    the segments that leave the window one after the other, `[B, N, K, C, …]` each, scores as
+    in a window; `keep_score`: which makes them final; `window`: its sizes; `written`,
     `documents`, `evicts`: as in [`choose`]."""
     slots = torch.arange(leaving.score.shape[3], device=leaving.score.device)
     queries = (window.span - slots).unsqueeze(-1)  # that have seen the token

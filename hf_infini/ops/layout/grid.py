@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...options import Window
-from ..state import InfiniState, Layout, bool_mask, check_shapes, last_position, pad
+from ..state import InfiniState, Layout, bool_mask, check_shapes, gather, last_position, pad
 from .step import StepLayout, step_layout
 
 
@@ -270,10 +270,23 @@ def segment_layout(
     completes_segments: bool = True,
 ) -> StepLayout | GridLayout:
     """Lays out a call of `[batch, tokens]`. On an accelerator this waits for the device a few
-    times, but not for a training step of rows without padding and positions. Arguments as of
-    [`infini_attention`], positions perhaps `[1, tokens]`, and of [`step_layout`]. ValueError for
-    masks or positions of another shape, a mask with other values than 0 and 1 (in a graph a
-    RuntimeError), and as many sinks as a segment has tokens."""
+    times, but not for a training step of rows without padding and positions.
+
+    Args:
+        batch, tokens: rows of the call, and new tokens of each.
+        window: the sizes of the layer's window.
+        attention_mask: `[batch, tokens]`, 1 = real; `None`: all are.
+        position_ids: `[batch, tokens]` or `[1, tokens]`; where they go back a document
+            begins; `None`: nowhere.
+        memory_mask: `[batch, tokens]`, 0 = stays out of the memory; `None`: none does.
+        state: that the call continues; `None`: it begins the texts.
+        device: of the layout.
+        completes_segments: as of [`step_layout`].
+
+    Raises:
+        ValueError: masks or positions of another shape, a mask with other values than 0
+            and 1 (in a graph a RuntimeError), or as many sinks as a segment has tokens.
+    """
     graph = torch.compiler.is_compiling()
     if graph and (position_ids is not None or (state is not None and tokens > 1)):
         masks = {
@@ -478,7 +491,8 @@ def _leaving(layout: GridLayout) -> Tensor:
 
 
 def restarts(position_ids: Tensor, real: Tensor | None, state: InfiniState | None) -> Tensor:
-    """Which real tokens start a new document, `[batch, tokens]` bool."""
+    """Which real tokens start a new document, `[batch, tokens]` bool. `position_ids`: `[batch,
+    tokens]`; `real`: likewise, bool, or `None`: all; `state`: before the call, or `None`."""
     columns = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(
         position_ids
     )
@@ -490,14 +504,3 @@ def restarts(position_ids: Tensor, real: Tensor | None, state: InfiniState | Non
         begun = begun | (state.tokens_seen > 0).unsqueeze(1)
     goes_back = (position_ids <= before) & begun
     return goes_back if real is None else goes_back & real
-
-
-def gather(rows: Tensor, index: Tensor) -> Tensor:
-    """Rows of `[batch, rows, …]` at `index` `[batch, places]`, zero at −1."""
-    first = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]
-    taken = (
-        rows.flatten(0, 1)
-        .index_select(0, (index.clamp(min=0) + first).flatten())
-        .unflatten(0, index.shape)
-    )
-    return taken.masked_fill((index < 0)[(...,) + (None,) * (rows.dim() - 2)], 0)

@@ -63,8 +63,9 @@ def segment_border(
     completing: Tensor | None,
     complete_rows: Tensor | None,
 ) -> SegmentBorder:
-    """The border of the rows that complete a segment with the last token of any layer's state, and
-    the counts behind it; the other arguments as in [`SegmentBorder`]."""
+    """The border of the rows that complete a segment with the last token of any layer's state,
+    and the counts behind it. `state`: after that token; `window`, `completing`,
+    `complete_rows`: as in [`SegmentBorder`]."""
     length, local, sinks, kept_tokens = window
     last, skipped = state.tokens_seen.unsqueeze(1) - 1, state.local_skipped
     given: dict[str, Any] = {"window": window} | {name: getattr(state, name) for name in COUNTS}
@@ -144,10 +145,19 @@ def step_layout(
     read_back: bool,
     completes_segments: bool = True,
 ) -> StepLayout:
-    """The layout of one more token for every row's document, with masks as bool, as of
-    [`segment_layout`]; `real`: the attention mask. `read_back`: whether values may be read back
-    from the device; not `completes_segments`: the call leaves the border of a segment to whoever
-    calls, and no row lacks a sink."""
+    """The layout of one more token for every row's document, as of [`segment_layout`].
+
+    Args:
+        batch: rows.
+        window: the sizes of the layer's window.
+        real, memory_mask: the attention mask and the memory's, `[batch, 1]` bool; `None`:
+            all are.
+        position_ids: `[batch, 1]`; `None`: counted.
+        state: that the token continues.
+        read_back: whether values may be read back from the device.
+        completes_segments: if not, the call leaves the border of a segment to whoever
+            calls, and no row lacks a sink.
+    """
     length, local, sinks, kept_tokens = window
     seen, left, skipped, ahead = (
         state.tokens_seen,
@@ -186,9 +196,7 @@ def step_layout(
         (visible & ((places < sinks) | (places >= ahead)))[:, None, None] if kept_tokens else None
     )
     if memory_mask is not None or skipped is not None:
-        new = (
-            torch.zeros_like(rows, dtype=torch.bool) if memory_mask is None else ~memory_mask[:, 0]
-        )
+        new = torch.zeros_like(completing) if memory_mask is None else ~memory_mask[:, 0]
         new = new if real is None else new & real[:, 0]
         skipped = new.new_zeros(batch, window.places) if skipped is None else skipped
         skipped = skipped.index_put((rows, slot), new)

@@ -11,7 +11,8 @@ RULES |= {name: import_module(f"{__name__}.{name}").Rule for name in UPDATE_RULE
 
 
 def memory_rule(update_rule: str, **options) -> MemoryRule:
-    """The rule of this name, with the options of [`MemoryRule`]; ValueError for another name."""
+    """The rule named `update_rule`, with the options of [`MemoryRule`]; ValueError for another
+    name."""
     if update_rule not in RULES:
         raise ValueError(f"update_rule must be one of {', '.join(RULES)}, got {update_rule!r}.")
     return RULES[update_rule](**options)

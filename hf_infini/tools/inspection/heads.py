@@ -139,9 +139,9 @@ class Inspection:
 
 
 def token_texts(tokenizer, ids: Sequence[int]) -> list[str]:
-    """The readable text of each token: `·cidade`, `⏎`; the tokenizer's own piece for one that is
-    only a part of a letter; `#17` without a tokenizer (`None`), and for an id that it does not
-    have."""
+    """The readable text of each of these `ids`: `·cidade`, `⏎`; the tokenizer's own piece for
+    one that is only a part of a letter; `#17` without a tokenizer (`None`), and for an id
+    that it does not have."""
     return [
         f"#{number}" if tokenizer is None else _token_text(tokenizer, number)
         for number in map(int, ids)

@@ -21,11 +21,13 @@ SCRIPTS = ("strings.js", "page.js", "map.js", "fates.js", "charts.js", "start.js
 
 
 def inspection_page(inspection: Inspection, *, title: str | None = None, row: int = 0) -> str:
-    """The page, as HTML text: each head's weights with their tokens, and the memory. At least one
-    layer has attention heads. `title`: by default the model's name; `row`: of the batch.
+    """The page, as HTML text: each head's weights with their tokens, and the memory. At least
+    one layer has attention heads. `inspection`: of [`inspect_attention`]; `title`: by default
+    the model's name; `row`: of the batch.
 
-    The more weights there are, the coarser they are rounded, which the page says: 30 layers of 9
-    heads take about 5 MB for 400 tokens, with weights to 11 % and those below 0.002 as 0."""
+    The more weights there are, the coarser they are rounded, which the page says: 30 layers
+    of 9 heads take about 5 MB for 400 tokens, with weights to 11 % and those below 0.002 as
+    0."""
     title, layers = title or inspection.name, inspection.layers.values()
     count = sum(layer.weights[0].numel() for layer in layers if layer.weights is not None) / 2
     floor, step = min(max(1e-10 * count, 1e-6), 2e-3), min(max(1e-8 * count, 0.01), 0.2)

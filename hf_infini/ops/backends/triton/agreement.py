@@ -7,8 +7,9 @@ if the call learns, gradients are compared.
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from ....options import Window
 from ...keeping import SCORES
 from ...layout.grid import segment_layout
-from ...state import AttentionCall, InfiniState, Tokens
+from ...state import Attended, AttentionCall, InfiniState, Tokens
 from ..grid import attend_grid
 from .attend import run
+
+Run = Callable[[AttentionCall], Attended]
 
 # Of the largest number: rounding to the dtype (plain torch in bfloat16: up to 0.035), in float32
 # perhaps to TF32
@@ -27,53 +30,32 @@ TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.02, torch.float32: 0.002}
 _found: dict[Any, str | None] = {}
 
 
+class Trial(NamedTuple):
+    """The numbers that a small call goes through both ways with: random ones, of one row."""
+
+    leaves: list[Tensor]  # queries, keys, values and perhaps log weights, `[1, heads, tokens, dim]`
+    gate: Tensor
+    owed: Tensor  # the gradient of the outputs, of the tokens from `begin` on
+    score: Tensor | None  # a learned one, where tokens are kept
+    masks: dict[str, Tensor]  # as of [`segment_layout`]
+    window: Window
+    begin: int  # tokens before the call
+
+
 def disagreement(call: AttentionCall) -> str | None:
     """Why the kernels are not used for calls of this kind; `None`: they are right. A warning says
     it, too."""
-    query, (key, value, log_weight, *_) = call.query, call.tokens
-    layout, softmax = call.layout, call.softmax
-    device, turn, tables, said = query.device, softmax.turn, softmax.rotary, None
-    gate: Any = call.gate  # of a rule that kernels compute
+    device, said = call.query.device, None
     dtype = (
         torch.get_autocast_dtype(device.type)
         if torch.is_autocast_enabled(device.type)
-        else query.dtype
+        else call.query.dtype
     )
-    parts = [query, key, value, log_weight, call.gate, call.state.memory]
+    parts = (call.query, *call.tokens[:3], call.gate, call.state.memory)
     learns = torch.is_grad_enabled() and any(
         part is not None and part.requires_grad for part in parts
     )
-    sizes = (
-        query.shape[1::2],
-        key.shape[1],
-        value.shape[3],
-        layout.window._replace(kept_tokens=0),
-        min(layout.window.ahead, 64),
-    )
-    form = (
-        learns,
-        call.return_state,
-        layout.begun,
-        layout.most_kept > 0,
-        layout.source is None,
-        layout.skipped is None,
-    )
-    # a layer's
-    way = tables and (
-        getattr(turn, "__func__", turn),
-        type(getattr(turn, "__self__", None)),
-        tables[0].dtype,
-    )
-    kind = (
-        device,
-        dtype,
-        gate.dtype,
-        call.rule.feature_map,
-        log_weight is None,
-        sizes,
-        form,
-        way,
-    )
+    kind = _kind(call, dtype, learns)
     if kind in _found:
         return _found[kind]
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -107,20 +89,58 @@ def disagreement(call: AttentionCall) -> str | None:
     return said
 
 
+def _kind(call: AttentionCall, dtype: torch.dtype, learns: bool) -> tuple:
+    """What a call has in common with others for which the kernels are right where they are for
+    it."""
+    (key, value, log_weight, *_), layout, softmax = call.tokens, call.layout, call.softmax
+    gate: Any = call.gate  # of a rule that kernels compute
+    turn, tables = softmax.turn, softmax.rotary
+    sizes = (
+        call.query.shape[1::2],
+        key.shape[1],
+        value.shape[3],
+        layout.window._replace(kept_tokens=0),
+        min(layout.window.ahead, 64),
+    )
+    form = (
+        learns,
+        call.return_state,
+        layout.begun,
+        layout.most_kept > 0,
+        layout.source is None,
+        layout.skipped is None,
+    )
+    # a layer's
+    way = tables and (
+        getattr(turn, "__func__", turn),
+        type(getattr(turn, "__self__", None)),
+        tables[0].dtype,
+    )
+    features = call.rule.feature_map, log_weight is None
+    return call.query.device, dtype, gate.dtype, *features, sizes, form, way
+
+
 def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[float]:
     """How far what the kernels find is from plain torch's in float32, of the largest number of each
     tensor."""
-    query, (key, value, log_weight, *_) = call.query, call.tokens
-    layout, softmax = call.layout, call.softmax
+    trial = _drawn(call, dtype)
+    found = _computed(call, trial, run, dtype, learns)
+    wanted = _computed(call, trial, attend_grid, torch.float32, learns)
+    return [
+        float((one - other).abs().max() / other.abs().max().clamp(min=1e-6))
+        for one, other in zip(found, wanted, strict=True)
+    ]
+
+
+def _drawn(call: AttentionCall, dtype: torch.dtype) -> Trial:
+    """Random numbers of a call's sizes, with enough segments that tokens are kept and evicted."""
+    query, (key, value, log_weight, *_), layout = call.query, call.tokens, call.layout
     (length, local, sinks, kept), device = layout.window, query.device
     gate_dtype = torch.float32 if call.gate is None else call.gate.dtype
     draw, most = torch.Generator(device).manual_seed(0), (local + 1) * length
     # how many are kept is not compiled in
     begin, kept = (most + length + sinks + 3 if layout.begun else 0), min(kept, 64)
-    tokens, window = (
-        begin + most + 3 * length + sinks + 2 * kept + 3,
-        Window(length, local, sinks, kept),
-    )
+    tokens = begin + most + 3 * length + sinks + 2 * kept + 3
     if kept and not layout.most_kept:  # nothing has left the window
         begin = max(1, most // 2) if layout.begun else 0
         tokens = max(most, begin + 2)
@@ -129,72 +149,78 @@ def _differences(call: AttentionCall, dtype: torch.dtype, learns: bool) -> list[
         return torch.randn(1, *shape, generator=draw, device=device)
 
     leaves = [drawn(part.shape[1], tokens, part.shape[3]).to(dtype) for part in (query, key, value)]
-    gate, owed = (
-        drawn(query.shape[1])[0].to(gate_dtype),
-        drawn(query.shape[1], tokens - begin, value.shape[3]),
-    )
+    gate = drawn(query.shape[1])[0].to(gate_dtype)
+    owed = drawn(query.shape[1], tokens - begin, value.shape[3])
     leaves += [] if log_weight is None else [drawn(key.shape[1], tokens, 1).to(dtype)]
-    score, columns = (
-        drawn(key.shape[1], tokens) if kept else None,
-        torch.arange(tokens, device=device)[None],
-    )
+    score = drawn(key.shape[1], tokens) if kept else None
+    columns = torch.arange(tokens, device=device)[None]
     masks: dict[str, Any] = {} if layout.skipped is None else {"memory_mask": columns % 7 > 0}
     if layout.source is not None:  # padding, and a second document soon after it
         masks |= {
             "attention_mask": columns != begin + 1,
             "position_ids": columns - (columns > begin + 2) * (begin + 3),
         }
-    keep_score = SCORES["learned"]  # which needs nothing of a model
+    return Trial(leaves, gate, owed, score, masks, Window(length, local, sinks, kept), begin)
 
-    def attended(way: Any, kind: torch.dtype, cut: slice, state: Any) -> tuple[list[Tensor], Any]:
-        """What has gradients of a call of these tokens; and what comes of it."""
-        known = () if state is None else (state.memory, state.normaliser)
-        parts = *(leaf[:, :, cut].to(kind) for leaf in leaves), gate.detach(), *known
-        inputs = [part.requires_grad_(learns) for part in parts]
-        with torch.no_grad():  # as of a call that reads how many tokens are kept
-            of_cut = {name: mask[:, cut] for name, mask in masks.items()}
-            laid_out = segment_layout(
-                1, cut.stop - cut.start, window, **of_cut, state=state, device=device
-            )
-        if state is None:
-            state = InfiniState.initial(
-                inputs[1], inputs[2], *window, rule=call.rule, weighted=log_weight is not None
-            )
-        rest: Any = (
-            inputs[3] if log_weight is not None else None,
-            None if score is None else score[:, :, cut],
-        )
-        tables = softmax.rotary and tuple(
-            part.to(torch.promote_types(kind, part.dtype)).clone() for part in softmax.rotary
-        )
-        made = (
-            inputs[0],
-            Tokens(inputs[1], inputs[2], *rest),
-            inputs[len(leaves)],
-            laid_out,
-            call.rule,
-        )
-        made += replace(softmax, rotary=tables), state, keep_score
-        made += (call.return_state or cut.stop == begin,)
-        return inputs, way(AttentionCall(*made).prepared())
 
-    def computed(way: Any, kind: torch.dtype) -> list[Tensor]:
-        state = (
-            attended(attend_grid, kind, slice(0, begin), None)[1][1].detach().map(torch.clone)
-            if begin
-            else None
-        )
-        inputs, (output, after, _) = attended(way, kind, slice(begin, tokens), state)
-        found = [output, after.memory, after.normaliser] if call.return_state else [output]
-        upstream = [owed.to(kind), *map(torch.ones_like, found[1:])]
-        gradients = (
-            torch.autograd.grad(found, inputs, upstream, allow_unused=True, materialize_grads=True)
-            if learns
-            else ()
-        )
-        return [*(part.detach() for part in found), *gradients]
+def _computed(
+    call: AttentionCall, trial: Trial, way: Run, kind: torch.dtype, learns: bool
+) -> list[Tensor]:
+    """Output, state and gradients of a trial in this dtype, by `way`."""
+    begin, end, state = trial.begin, trial.leaves[0].shape[2], None
+    if begin:
+        before = _attended(call, trial, attend_grid, kind, slice(0, begin), None, learns)
+        state = before[1][1].detach().map(torch.clone)
+    inputs, (output, after, _) = _attended(call, trial, way, kind, slice(begin, end), state, learns)
+    found = [output, after.memory, after.normaliser] if call.return_state else [output]
+    upstream = [trial.owed.to(kind), *map(torch.ones_like, found[1:])]
+    gradients = (
+        torch.autograd.grad(found, inputs, upstream, allow_unused=True, materialize_grads=True)
+        if learns
+        else ()
+    )
+    return [*(part.detach() for part in found), *gradients]
 
-    pairs = zip(computed(run, dtype), computed(attend_grid, torch.float32), strict=True)
-    return [
-        float((one - other).abs().max() / other.abs().max().clamp(min=1e-6)) for one, other in pairs
-    ]
+
+def _attended(
+    call: AttentionCall,
+    trial: Trial,
+    way: Run,
+    kind: torch.dtype,
+    cut: slice,
+    state: InfiniState | None,
+    learns: bool,
+) -> tuple[list[Tensor], Any]:
+    """What has gradients of a call of these tokens of a trial; and what comes of it."""
+    known = () if state is None else (state.memory, state.normaliser)
+    parts = *(leaf[:, :, cut].to(kind) for leaf in trial.leaves), trial.gate.detach(), *known
+    inputs = [part.requires_grad_(learns) for part in parts]
+    query, key, value, *log_weight = inputs[: len(trial.leaves)]
+    with torch.no_grad():  # as of a call that reads how many tokens are kept
+        masks: dict[str, Any] = {name: mask[:, cut] for name, mask in trial.masks.items()}
+        layout = segment_layout(
+            1, cut.stop - cut.start, trial.window, **masks, state=state, device=query.device
+        )
+    if state is None:
+        weighted = bool(log_weight)
+        state = InfiniState.initial(key, value, *trial.window, rule=call.rule, weighted=weighted)
+    tables = call.softmax.rotary and tuple(
+        part.to(torch.promote_types(kind, part.dtype)).clone() for part in call.softmax.rotary
+    )
+    made = AttentionCall(
+        query,
+        Tokens(
+            key,
+            value,
+            log_weight[0] if log_weight else None,
+            None if trial.score is None else trial.score[:, :, cut],
+        ),
+        inputs[len(trial.leaves)],
+        layout,
+        call.rule,
+        replace(call.softmax, rotary=tables),
+        state,
+        SCORES["learned"],  # which needs nothing of a model
+        call.return_state or cut.stop == trial.begin,
+    )
+    return inputs, way(made.prepared())

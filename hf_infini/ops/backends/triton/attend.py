@@ -317,9 +317,10 @@ class Attend(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient, to_last):
-        query, key, value, memory_key, ahead, evicted, gate, turned_key, found, log_sum, states = (
-            ctx.saved_tensors
-        )
+        """What is owed to each argument of `forward`; `to_last`: to the state after the call, or
+        `None`."""
+        query, key, value, memory_key, ahead, evicted, gate, *rest = ctx.saved_tensors
+        turned_key, found, log_sum, states = rest
         launcher, layout, first = ctx.launcher, ctx.launcher.layout, ctx.launcher.first
         (batch, heads, tokens, width), (_, kv_heads, count, value_width) = query.shape, value.shape
         new = functools.partial(query.new_empty, dtype=torch.float32)
@@ -332,79 +333,63 @@ class Attend(Function):
         q, g, window = _rows(query), _rows(gradient), launcher.window(turned_key, key, value, ahead)
         along, inverse, to_mass = new(3, batch, heads, tokens)
         to_gate = new(batch, heads, launcher.tiles("queries")[1])
-        results = along, inverse, to_mass, _rows(to_query), to_gate
-        launcher.launch(
-            "queries", q, window, g, _rows(found), log_sum, *results, _rows(states), gate
-        )
-        to_states = torch.empty_like(states)
-        launcher.launch("states", _rows(to_states), q, g, inverse, to_mass)
-        to_states[:, :, -1] = 0
-        if to_last is not None:
-            to_states[launcher.last] += to_last
-        to_wrote: Any = _rows(torch.empty_like(to_states[:, :, 1:]))
-        launcher.launch("scan_back", _rows(to_states), to_wrote, DELAY=ctx.delay)
-        to_before = to_states[:, :, 0] if ctx.needs_input_grad[7] else None
-        del to_states
+        of_queries = q, window, g, _rows(found), log_sum, along, inverse, to_mass, _rows(to_query)
+        launcher.launch("queries", *of_queries, to_gate, _rows(states), gate)
+        to_before, to_wrote = _to_states(ctx, states, to_last, q, g, inverse, to_mass)
 
         # What is owed to rows, keys and values side by side, beside what the queries of their
         # windows owe
         widths: list[int] = [width, value_width]
         owed: Any = None
         if ahead is not None or evicted is not None:
-            owed = torch.zeros(
-                batch, kv_heads, count, sum(widths), dtype=torch.float32, device=query.device
-            )
+            owed = new(batch, kv_heads, count, sum(widths)).zero_()
         if evicted is not None:
             to_mk, to_v = owed.split(widths, -1)
             to_mk = to_mk if to_memory_key is None else to_memory_key
-            launcher.launch(
-                "evicted",
-                *map(_rows, (memory_key, value)),
-                evicted,
-                *map(_rows, (to_mk, to_v)),
-                to_wrote,
-            )
+            of_rows = map(_rows, (to_mk, to_v))
+            launcher.launch("evicted", _rows(memory_key), _rows(value), evicted, *of_rows, to_wrote)
             to_wrote = None
         first_place = launcher.ahead + layout.window.local_segments * layout.window.segment_length
-        seeing = Seeing(
-            _rows(launcher.turned(query, first_place, layout.carried)), g, log_sum, along
-        )
+        turned_query = launcher.turned(query, first_place, layout.carried)
+        seeing = Seeing(_rows(turned_query), g, log_sum, along)
         if launcher.ahead:
             of_ahead = new(batch, kv_heads, layout.segments, launcher.ahead, sum(widths))
-            launcher.launch(
-                "ahead", *map(_rows, of_ahead.flatten(2, 3).split(widths, -1)), window, seeing, gate
-            )
+            of_parts = map(_rows, of_ahead.flatten(2, 3).split(widths, -1))
+            launcher.launch("ahead", *of_parts, window, seeing, gate)
             if ahead is None:
                 owed = _sums_by_document(of_ahead, layout).flatten(2, 3)
             else:  # to places without a row zero is owed
-                owed.flatten(0, 2).index_add_(
-                    0, row_numbers(ahead.flatten(2), count), of_ahead.flatten(0, 3)
-                )
-        tensors = (
-            key,
-            memory_key,
-            value,
-            to_key,
-            to_memory_key if evicted is None else None,
-            to_value,
+                index = row_numbers(ahead.flatten(2), count)
+                owed.flatten(0, 2).index_add_(0, index, of_ahead.flatten(0, 3))
+        owing = to_key, None if evicted is not None else to_memory_key, to_value
+        k, mk, v, to_k, to_mk, to_v = (
+            _rows(x if x is None else x[:, :, first:]) for x in (key, memory_key, value, *owing)
         )
-        k, mk, v, to_k, to_mk, to_v = (_rows(x if x is None else x[:, :, first:]) for x in tensors)
         of_sinks = ahead is None and launcher.ahead > 0
-        of_rows = (
-            (None, None)
-            if owed is None
-            else map(_rows, owed[:, :, 0 if of_sinks else first :].split(widths, -1))
-        )
-        launcher.launch(
-            "keys", k, mk, v, seeing, to_k, to_mk, to_v, to_wrote, *of_rows, gate, OF_SINKS=of_sinks
-        )
+        beside: Any = (None, None)
+        if owed is not None:
+            beside = map(_rows, owed[:, :, 0 if of_sinks else first :].split(widths, -1))
+        of_keys = k, mk, v, seeing, to_k, to_mk, to_v, to_wrote, *beside, gate
+        launcher.launch("keys", *of_keys, OF_SINKS=of_sinks)
         if first:  # the grid has none of them
-            to_key[:, :, :first], to_value[:, :, :first] = (
-                (0, 0) if owed is None else owed[:, :, :first].split(widths, -1)
-            )
+            of_first = (0, 0) if owed is None else owed[:, :, :first].split(widths, -1)
+            to_key[:, :, :first], to_value[:, :, :first] = of_first
 
         to_gate = to_gate.sum((0, 2)).to(gate.dtype)
         return to_query, to_key, to_value, to_memory_key, None, None, to_gate, to_before, None
+
+
+def _to_states(ctx, states: Tensor, to_last: Tensor | None, *owing) -> tuple[Tensor | None, Any]:
+    """What is owed to the state before the call (`None`: nobody asks), and, as [`Rows`], to what
+    each segment wrote; `owing`: the other arguments of the kernel."""
+    launcher, to_states = ctx.launcher, torch.empty_like(states)
+    launcher.launch("states", _rows(to_states), *owing)
+    to_states[:, :, -1] = 0
+    if to_last is not None:
+        to_states[launcher.last] += to_last
+    to_wrote = _rows(torch.empty_like(to_states[:, :, 1:]))
+    launcher.launch("scan_back", _rows(to_states), to_wrote, DELAY=ctx.delay)
+    return to_states[:, :, 0] if ctx.needs_input_grad[7] else None, to_wrote
 
 
 def _sums_by_document(to_sinks: Tensor, layout: GridLayout) -> Tensor:
