@@ -8,6 +8,7 @@ nothing else uses. Where a way needs no more than its cache, `fork` is all that 
 
 import contextlib
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from cli import UserError
 from hf_infini import InfiniCache
 from hf_infini.compat.cache_name import CACHE
 from hf_infini.models.adapter import read_record
+from hf_infini.options import key_heads
 from support.measurement import cache_bytes
 
 from .caches import bounded
@@ -185,8 +187,12 @@ class Quantized(Way):
     def read_on(self, ids: Tensor) -> Any:
         from transformers import QuantizedCache
 
+        # numbers of one group have one scale; groups must fill a head
+        own = self.model.config.get_text_config(decoder=True)
+        group = math.gcd(64, *key_heads(own)[1:])
+        given = {"nbits": int(self.options.bits), "q_group_size": group}
         try:
-            cache = QuantizedCache("quanto", self.model.config, nbits=int(self.options.bits))
+            cache = QuantizedCache("quanto", own, **given)
         except ImportError as error:
             raise UserError(f"{self.name}: pip install optimum-quanto ({error})") from error
         # in one call: each later one would round all that is there again

@@ -23,7 +23,9 @@ recipe = load_recipe("evaluate_documents")
 prepare = load_recipe("prepare_documents")
 SETS = ["tpo", "contracts", "qmsum"]
 OWN = ["plain", "window", "kept", "bm25"]
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}\n{% endfor %}<assistant>\n"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}\n{% endfor %}{{ '<assistant>\n' }}"
+)
 ALL = 2048  # tokens: more than a document with its questions has
 FEW = 128
 
@@ -185,8 +187,9 @@ def test_the_search_finds_the_passage_with_the_rare_word(folder):
         "".join(document.text[document.spans[n - document.first][0]] for n in evidence) == sentence
     )
     assert way.held(cache, document)[evidence].mean() > 0.7
-    assert cache.get_seq_length() == document.first + 3 * 32
-    assert way.chosen.tolist() == sorted(way.chosen.tolist())
+    chosen = way.chosen.tolist()
+    assert cache.get_seq_length() == document.first + len(chosen) and chosen == sorted({*chosen})
+    assert 64 < len(chosen) <= 96  # three passages, of which the document's last is shorter
 
 
 @pytest.mark.slow
@@ -374,13 +377,12 @@ def test_bad_options_and_folders(folder, tmp_path, capsys):
     for options, message in [
         (["--ways", "plain", "plain"], "name each once"),
         (["--ways", "window"], "--against plain must be one of --ways window"),
-        (["--sets", "quality"], "has tpo, contracts, qmsum"),
+        (["--sets", "quality"], "has qmsum, tpo, contracts"),
         (["--data", folder], "has no documents.json"),
         (["--data", folder / "none"], "has no documents.json"),
         (["--ways", "plain", "SnapKV"], "kvpress"),
         (["--model", tmp_path / "none"], "there is no folder"),
         (["--adapter", tmp_path / "none"], "there is no folder"),
-        (["--ways", "plain", "kept", "--keep_score", "half"], "half"),
     ]:
         words = words_for(folder, tmp_path / f"out{len(message)}", *options)
         refused(recipe.main, words, capsys, message)
