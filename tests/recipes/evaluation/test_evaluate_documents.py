@@ -192,6 +192,16 @@ def test_the_search_finds_the_passage_with_the_rare_word(folder):
     assert 64 < len(chosen) <= 96  # three passages, of which the document's last is shorter
 
 
+@pytest.mark.parametrize("text, asked", [("? !" * 99, "Who?"), ("Amber " * 99, "Who is it?")])
+def test_a_search_without_words(folder, text, asked):
+    way, prepared, _, prompter = made(folder, "bm25", passage=32)
+    document = prompter.document({**prepared, "text": text})
+    question = prompter.question({"question": asked, "kind": "short"}, "en")
+    with torch.inference_mode():
+        way.asked(way.read(document), question)
+    assert len(document.ids) - 1 in way.chosen  # the latest passages
+
+
 @pytest.mark.slow
 def test_quantised_keys_and_values(folder, tmp_path, whole):
     pytest.importorskip("optimum.quanto")
