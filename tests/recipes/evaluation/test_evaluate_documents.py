@@ -15,6 +15,7 @@ from corpora.tokenization import build_character_tokenizer
 from decoders import decoder, fitted
 from evaluation import answer_table, answers, bootstrap, caches, prompts, ways
 from hf_infini import patch_model, save_adapter, unpatch_model
+from hf_infini.compat.cache_name import CACHE
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from running import kill_when, load_recipe
 from support.lines import Lines, only_writer
@@ -210,6 +211,26 @@ def test_quantised_keys_and_values(folder, tmp_path, whole):
         plain = found["plain"][key]
         assert line["nats"] != plain["nats"] and line["bytes"] < plain["bytes"] / 2
         assert line["nats"] == pytest.approx(plain["nats"], rel=0.2)  # 4 bits of random weights
+
+
+@pytest.mark.parametrize("name", recipe.PRESSES)
+def test_presses_leave_as_many_tokens_and_all_is_plain(folder, name):
+    pytest.importorskip("kvpress")
+    if CACHE != "past_key_values":
+        pytest.skip("kvpress needs transformers before 5.24")
+    found = {}
+    for tokens in (FEW, ALL):
+        way, prepared, document, prompter = made(folder, name, window=32)
+        way.options.tokens = tokens
+        with way.ready(), torch.inference_mode():
+            reading = way.read(document)
+            assert reading.get_seq_length() == min(tokens - 32, len(document.ids))
+            asked = prepared["questions"][0]
+            found[tokens] = answers.ask(way, reading, document, asked, prompter, 4)["nats"]
+    plain, *_ = made(folder, "plain")
+    with torch.inference_mode():
+        whole = answers.ask(plain, plain.read(document), document, asked, prompter, 4)["nats"]
+    assert found[ALL] == pytest.approx(whole, rel=1e-4) and found[FEW] != found[ALL]
 
 
 def test_text_that_spells_special_tokens_is_plain_text(folder):
