@@ -245,7 +245,7 @@ def measure(model, prompter, drawn, lines, options: Options) -> None:
                     key = (name, prepared["id"])
                     open_ones = [number for number in numbers if (*key, number) not in done]
                     bar.update(len(numbers) - len(open_ones))
-                    if not open_ones:
+                    if not open_ones and (*key, None) in done:
                         continue
                     document = prompter.document(prepared)
                     if (limit := way.limit()) is not None:

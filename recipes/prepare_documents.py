@@ -38,9 +38,9 @@ class Options:
     source: list[str] = field(
         metadata={"help": "Downloads: folders, or files of the sets.", "group": "data"}
     )
-    out: str = field(metadata={"help": "Folder to write the prepared sets to.", "group": "data"})
+    out: str = field(metadata={"help": "Folder to write the prepared sets to.", "group": "output"})
     sets: list[str] = option(
-        [], "Sets to prepare. By default those that --source has.", choices=[*SETS]
+        [], "Sets to prepare. By default those that --source has.", choices=[*SETS], group="sets"
     )
     skip_damaged: bool = option(
         False, "Leave out entries that are damaged or of another form, and say which."

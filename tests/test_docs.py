@@ -33,7 +33,7 @@ RESULTS = (
     "study study-options recall recall-steps speed speed-tables shakespeare robustness "
     "kept-tokens pretrained"
 ).split()
-RESULTS += ["conversion", "mqar", "recipes", "memory-files", "fine-tune"]
+RESULTS += ["conversion", "mqar", "recipes", "memory-files", "fine-tune", "documents"]
 RESULTS = [ROOT / "docs" / "notes" / f"{name}.md" for name in RESULTS]
 OTHERS = [page for page in (ROOT / "README.md", *PAGES) if page not in RESULTS]
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

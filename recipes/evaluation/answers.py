@@ -38,8 +38,8 @@ def ask(
     started = time.perf_counter()
     cache = way.asked(reading, question)
     asked = time.perf_counter()
-    evidence = document.tokens_of(prepared["evidence"])
-    share = way.held(cache, document)[evidence].mean().item() if len(evidence) else None
+    evidence, held = document.tokens_of(prepared["evidence"]), way.held(cache, document)
+    share = held[evidence].mean().item() if len(evidence) and held is not None else None
     resumed = time.perf_counter()
     last = way.call(cache, question.ids)[-1]
     last.sum().item()  # waits for a GPU

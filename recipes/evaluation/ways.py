@@ -8,6 +8,7 @@ nothing else uses. Where a way needs no more than its cache, `fork` is all that 
 
 import contextlib
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from hf_infini import InfiniCache
 from hf_infini.compat.cache_name import CACHE
 from hf_infini.models.adapter import read_record
 from hf_infini.models.structure import decoder_of
+from hf_infini.options import key_heads
 from support.measurement import cache_bytes
 
 from .caches import LEARNED, bounded
@@ -75,9 +77,9 @@ class Way:
         """Positions of ids `[1, tokens]` behind a cache, where the model cannot count them."""
         return {}
 
-    def held(self, cache: Any, document: Document) -> Tensor:
+    def held(self, cache: Any, document: Document) -> Tensor | None:
         """Which share of the layers and key/value heads has each of the document's tokens,
-        `[tokens]`, 0 to 1, in a cache of [`Way.asked`]."""
+        `[tokens]`, 0 to 1, in a cache of [`Way.asked`]; `None` where that is not known."""
         return torch.ones(len(document.ids))
 
     def bytes(self, cache: Any) -> int:
@@ -165,22 +167,22 @@ class Retrieved(Way):
         bm25s = _bm25s()
         size, end = self._size(), len(document.ids)
         passages = [range(at, min(at + size, end)) for at in range(document.first, end, size)]
-        index = bm25s.BM25()
-        index.index(
-            self._words([self._text(document, part) for part in passages], document.language),
-            show_progress=False,
-        )
-        return document, passages, index
+        texts = [self._text(document, part) for part in passages]
+        words, index = self._words(texts, document.language), bm25s.BM25()
+        if words.vocab:
+            index.index(words, show_progress=False)
+        return document, passages, index if words.vocab else None
 
     def asked(self, reading: Any, question: Question) -> Any:
         document, passages, index = reading
         room = self.options.tokens - document.first - len(question.ids)
         count = min(len(passages), max(1, room // self._size()))
-        words = self._words([question.text], document.language)
-        found, _ = index.retrieve(words, k=count, show_progress=False)
-        self.chosen = torch.tensor(
-            [place for part in sorted(found[0].tolist()) for place in passages[part]]
-        )
+        found = list(range(len(passages)))[-count:]  # where there is nothing to look for
+        if index is not None:
+            words = self._words([question.text], document.language)
+            found = index.retrieve(words, k=count, show_progress=False)[0][0].tolist()
+        chosen = [place for part in sorted(found) for place in passages[part]]
+        self.chosen = torch.tensor(chosen)
         return self.read_on(torch.cat([document.ids[: document.first], document.ids[self.chosen]]))
 
     def _size(self) -> int:
@@ -208,8 +210,12 @@ class Quantized(Way):
     def read_on(self, ids: Tensor) -> Any:
         from transformers import QuantizedCache
 
+        # numbers of one group have one scale; groups must fill a head
+        own = self.model.config.get_text_config(decoder=True)
+        group = math.gcd(64, *key_heads(own)[1:])
+        given = {"nbits": int(self.options.bits), "q_group_size": group}
         try:
-            cache = QuantizedCache("quanto", self.model.config, nbits=int(self.options.bits))
+            cache = QuantizedCache("quanto", own, **given)
         except ImportError as error:
             raise UserError(f"{self.name}: pip install optimum-quanto ({error})") from error
         # in one call: each later one would round all that is there again
@@ -241,8 +247,8 @@ class Pressed(Way):
         places = torch.arange(first, first + ids.shape[1], device=ids.device)
         return {"position_ids": places[None], "cache_position": places}
 
-    def held(self, cache: Any, document: Document) -> Tensor:
-        return torch.full((len(document.ids),), float("nan"))  # presses do not say
+    def held(self, cache: Any, document: Document) -> None:
+        return None  # presses do not say
 
 
 def _bytes(part: Any) -> int:

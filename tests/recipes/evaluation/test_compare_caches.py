@@ -288,3 +288,17 @@ def test_scores_that_are_not_finite_are_refused(folder, tmp_path, capsys):
     words += [*NATS, "--ways", "half", "--caches", 32, "--device", "cpu", "--out", tmp_path / "out"]
     refused(compare_caches.main, words, capsys, str(adapter), keeps=adapter)
     assert not (tmp_path / "out.json").exists()
+
+
+def test_an_adapter_that_has_a_memory_gives_its_scores_only(folder, tmp_path):
+    options = [*NATS, "--ways", "half", "--caches", 32]
+    without = compare(folder, tmp_path / "without", *options)["contestants"]
+    model = load_causal_lm(folder / "model")
+    fitted(patch_model(model, **caches.memory_options("half", 64) | {"update_rule": "linear"}))
+    save_adapter(model, tmp_path / "adapter")
+    assert any("gate" in name for name in load_file(*(tmp_path / "adapter").glob("*.safetensors")))
+    options += ["--adapter", tmp_path / "adapter"]
+    assert (
+        compare(folder, tmp_path / "with", *options)["contestants"][0]["beyond"]
+        == (without[0]["beyond"])
+    )

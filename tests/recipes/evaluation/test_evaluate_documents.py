@@ -15,6 +15,7 @@ from corpora.tokenization import build_character_tokenizer
 from decoders import decoder, fitted
 from evaluation import answer_table, answers, bootstrap, caches, prompts, ways
 from hf_infini import patch_model, save_adapter, unpatch_model
+from hf_infini.compat.cache_name import CACHE
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from running import kill_when, load_recipe
 from support.lines import Lines, only_writer
@@ -23,7 +24,9 @@ recipe = load_recipe("evaluate_documents")
 prepare = load_recipe("prepare_documents")
 SETS = ["tpo", "contracts", "qmsum"]
 OWN = ["plain", "window", "kept", "bm25"]
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}\n{% endfor %}<assistant>\n"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}\n{% endfor %}{{ '<assistant>\n' }}"
+)
 ALL = 2048  # tokens: more than a document with its questions has
 FEW = 128
 
@@ -185,8 +188,19 @@ def test_the_search_finds_the_passage_with_the_rare_word(folder):
         "".join(document.text[document.spans[n - document.first][0]] for n in evidence) == sentence
     )
     assert way.held(cache, document)[evidence].mean() > 0.7
-    assert cache.get_seq_length() == document.first + 3 * 32
-    assert way.chosen.tolist() == sorted(way.chosen.tolist())
+    chosen = way.chosen.tolist()
+    assert cache.get_seq_length() == document.first + len(chosen) and chosen == sorted({*chosen})
+    assert 64 < len(chosen) <= 96  # three passages, of which the document's last is shorter
+
+
+@pytest.mark.parametrize("text, asked", [("? !" * 99, "Who?"), ("Amber " * 99, "Who is it?")])
+def test_a_search_without_words(folder, text, asked):
+    way, prepared, _, prompter = made(folder, "bm25", passage=32)
+    document = prompter.document({**prepared, "text": text})
+    question = prompter.question({"question": asked, "kind": "short"}, "en")
+    with torch.inference_mode():
+        way.asked(way.read(document), question)
+    assert len(document.ids) - 1 in way.chosen  # the latest passages
 
 
 @pytest.mark.slow
@@ -197,6 +211,26 @@ def test_quantised_keys_and_values(folder, tmp_path, whole):
         plain = found["plain"][key]
         assert line["nats"] != plain["nats"] and line["bytes"] < plain["bytes"] / 2
         assert line["nats"] == pytest.approx(plain["nats"], rel=0.2)  # 4 bits of random weights
+
+
+@pytest.mark.parametrize("name", recipe.PRESSES)
+def test_presses_leave_as_many_tokens_and_all_is_plain(folder, name):
+    pytest.importorskip("kvpress")
+    if CACHE != "past_key_values":
+        pytest.skip("kvpress needs transformers before 5.24")
+    found = {}
+    for tokens in (FEW, ALL):
+        way, prepared, document, prompter = made(folder, name, window=32)
+        way.options.tokens = tokens
+        with way.ready(), torch.inference_mode():
+            reading = way.read(document)
+            assert reading.get_seq_length() == min(tokens - 32, len(document.ids))
+            asked = prepared["questions"][0]
+            found[tokens] = answers.ask(way, reading, document, asked, prompter, 4)["nats"]
+    plain, *_ = made(folder, "plain")
+    with torch.inference_mode():
+        whole = answers.ask(plain, plain.read(document), document, asked, prompter, 4)["nats"]
+    assert found[ALL] == pytest.approx(whole, rel=1e-4) and found[FEW] != found[ALL]
 
 
 def test_text_that_spells_special_tokens_is_plain_text(folder):
@@ -374,13 +408,12 @@ def test_bad_options_and_folders(folder, tmp_path, capsys):
     for options, message in [
         (["--ways", "plain", "plain"], "name each once"),
         (["--ways", "window"], "--against plain must be one of --ways window"),
-        (["--sets", "quality"], "has tpo, contracts, qmsum"),
+        (["--sets", "quality"], "has qmsum, tpo, contracts"),
         (["--data", folder], "has no documents.json"),
         (["--data", folder / "none"], "has no documents.json"),
         (["--ways", "plain", "SnapKV"], "kvpress"),
         (["--model", tmp_path / "none"], "there is no folder"),
         (["--adapter", tmp_path / "none"], "there is no folder"),
-        (["--ways", "plain", "kept", "--keep_score", "half"], "half"),
     ]:
         words = words_for(folder, tmp_path / f"out{len(message)}", *options)
         refused(recipe.main, words, capsys, message)
