@@ -63,10 +63,8 @@ def read_parts(texts: Sequence[str], option: str, vocabulary: int) -> list[Part]
     parts = []
     for text in texts:
         if not re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8}){2}", text):
-            raise UserError(
-                f"--{option} {text}: give LENGTHxPAIRSxROWS, three numbers of at least 1, such as "
-                "64x4x1000"
-            )
+            what = "give LENGTHxPAIRSxROWS, three numbers of at least 1"
+            raise UserError(f"--{option} {text}: {what}, such as 64x4x1000")
         part = Part(*map(int, text.split("x")))
         if part.length % 2 or 4 * part.pairs > part.length or part.length >= vocabulary:
             raise UserError(

@@ -24,14 +24,8 @@ SENTENCES = yaml.safe_load(
 
 @dataclass(frozen=True)
 class Person:
-    """An invented person.
-
-    Args:
-        name: first name and two surnames.
-        answers: the answer of every fact, by the fact's name.
-        words: fills the slots of the sentences that agree with the person.
-        birth_year: fills the slots of years.
-    """
+    """An invented person: `answers` by the fact's name, and what fills the slots of sentences,
+    `words` that agree with the person and years by the `birth_year`."""
 
     name: str
     answers: dict[str, str]
@@ -54,15 +48,9 @@ class Sentence:
 
 
 def biography_documents(count: int, seed: int = 0, distance: int = 6000) -> Iterator[Document]:
-    """Yields `count` biographies; number i depends on `seed`, i and `distance` only (and on Faker's
-    list of names).
-
-    Args:
-        count: how many.
-        seed: gives other people and other words.
-        distance: characters, at least, between a fact's statement and its return. An article is
-            about 3,000 longer.
-    """
+    """Yields `count` biographies, each about 3,000 characters longer than `distance`, the
+    characters, at least, between a fact's statement and its return. Number i depends on `seed`, i
+    and `distance` only (and on Faker's list of names)."""
     names = portuguese_names()
     for number in range(count):
         rng = random.Random(f"{seed}/{number}")

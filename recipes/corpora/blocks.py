@@ -155,16 +155,9 @@ def read_rows(folder: Path, column: str = "input_ids") -> "np.ndarray":
 
 
 def shuffle_blocks(count: int, shares: dict[str, float], seed: int) -> dict[str, "np.ndarray"]:
-    """Shuffles `count` block numbers, gives each held-out split its share, and what is left to
-    `"train"`.
-
-    Args:
-        count: how many blocks there are.
-        shares: of the held-out splits, by name, one block at least if it is above 0. They take
-            their blocks in this order, so that a split added after the others takes from training
-            only.
-        seed: of the shuffle.
-    """
+    """Shuffles `count` block numbers, gives each held-out split its share (by name, one block at
+    least if it is above 0), and what is left to `"train"`. They take their blocks in this order, so
+    that a split added after the others takes from training only."""
     import numpy as np
 
     order, splits = np.random.default_rng(seed).permutation(count), {}

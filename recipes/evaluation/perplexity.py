@@ -97,10 +97,8 @@ def positions_table(found: dict) -> str:
     lines = [f"{'positions':>17}  {'tokens':>10}  {'nats':>7}  {'perplexity':>10}"]
     for row in (*found["by_position"], found):
         place = f"{row['first']}–{row['last']}" if "last" in row else "all"
-        lines.append(
-            f"{place:>17}  {row['tokens']:>10,}  {row['cross_entropy']:7.4f}  "
-            f"{row['perplexity']:10.2f}"
-        )
+        numbers = f"{row['tokens']:>10,}  {row['cross_entropy']:7.4f}  {row['perplexity']:10.2f}"
+        lines.append(f"{place:>17}  {numbers}")
     return "\n".join(lines)
 
 

@@ -78,18 +78,16 @@ def fact_example(
     up to the end of the sentence with the fact; paragraphs in which no answer occurs; the prompt
     and the answer. The first token of the answer lies in segment s where it is stated and in
     segment s + `distance` where it is asked for, and the answer crosses no border of segments where
-    that can be avoided. The two places inside their segments are drawn together, every pair that is
-    possible with the same probability. With `distance` 0 everything from the name to the answer is
-    in one segment, with as many of the sentences before the fact's own as there is room for.
+    that can be avoided. All pairs of places inside their segments have the same probability. With
+    `distance` 0 everything from the name to the answer is in one segment, with as many of the
+    sentences before the fact's own as there is room for.
 
     Args:
         fact: one of `FACT_NAMES`.
         distance: in segments of `segment_length` tokens, 0 or more.
-        lines: of real text, to stand in front and between; `None`: invented paragraphs, full of
-            other names and years.
+        lines: of real text, to stand in front and between; `None`: invented paragraphs.
 
-    Raises [`DoesNotFit`] when the text between the two places is longer than the distance.
-    """
+    Raises [`DoesNotFit`] when the text between the two places is longer than the distance."""
     person, opening = invent_clear_person(rng, names)
     (title, prompt), statements = _encode_opening(encode, person, opening, [fact])
     last = next(number for number, statement in enumerate(statements) if statement.name == fact)
@@ -260,24 +258,23 @@ def _encode_opening(
 def _draw_places(
     rng: random.Random, distance: int, segment_length: int, width: int, least: int, stated_at: int
 ) -> tuple[int, int]:
-    """Places inside their segments of an answer's first token where it is stated, and where it is
-    asked for.
+    """Places inside their segments, which are `distance` apart, of an answer's first token where it
+    is stated, and where it is asked for.
 
     Args:
-        distance: segments from one to the other.
-        width: tokens of the answer.
-        least: tokens from one place to the other at the least.
+        width: tokens of the answer; least: from one place to the other at the least.
         stated_at: tokens that stand in front of the answer in its document; with a distance of 0
             they are in the segment.
     """
-    last = segment_length - width if width <= segment_length else segment_length - 1
+    far = distance * segment_length
+    last = segment_length - (width if width <= segment_length else 1)
     starts = range(stated_at if distance == 0 else 0, last + 1)
-    first_ends = [max(0, start + least - distance * segment_length) for start in starts]
+    first_ends = [max(0, start + least - far) for start in starts]
     choices = [max(0, last + 1 - first) for first in first_ends]
     if sum(choices) == 0:
         raise DoesNotFit(
             f"{least} tokens lie between the two places at least, and {distance} segment(s) of "
-            f"{segment_length} are {distance * segment_length + last} at most"
+            f"{segment_length} are {far + last} at most"
         )
     (number,) = rng.choices(range(len(starts)), choices)
     return starts[number], rng.randint(first_ends[number], last)

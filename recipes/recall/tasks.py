@@ -45,15 +45,13 @@ class Runner:
 
     Args:
         model: a causal language model in evaluation mode.
-        tokenizer: its tokenizer.
         options: of evaluate_model.py: `chunk` and `batch_size` of the model's calls, `samples`
             (examples per cell), the `language` of passkeys, and the `seed`, the same for all cells,
             so that they ask about the same numbers and people.
         file: keeps the finished cells, so that a task that was killed goes on where it was; delete
             it in the end.
         identity: JSON-safe; cells that were kept under another identity are not used.
-        score: answers a batch of examples; as [`score_answers`].
-    """
+        score: answers a batch of examples; as [`score_answers`]."""
 
     model: object
     tokenizer: object

@@ -70,17 +70,14 @@ def measure_runs(
 
 def measure_run(run: Path, result: dict, data: Path, documents: list[dict], file: Path) -> dict:
     """The content of `file` if it was measured on this very run and text, otherwise what is
-    measured now, kept there.
+    measured now, kept there: `rows` (`[loss sum, tokens]` of each validation row), `documents` (id
+    → `[loss sum, characters]`) and `cache_bytes` (by tokens read; None beyond the model's
+    positions).
 
     Args:
         run: out folder of a finished run of train.py; result: its result.json.
         data: the prepared folder that it was trained on.
-        documents: what is also read document by document, for the losses per character.
-
-    Returns:
-        `rows` (`[loss sum, tokens]` of each validation row), `documents` (id → `[loss sum,
-        characters]`) and `cache_bytes` (by tokens read; None beyond the model's positions).
-    """
+        documents: what is also read document by document, for the losses per character."""
     identity = {"trained": result["date"], "data": result["data_fingerprint"]}
     identity["documents"] = [document["id"] for document in documents]
     if file.is_file():

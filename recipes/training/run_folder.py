@@ -53,14 +53,11 @@ RESULT_ENTRIES |= dict.fromkeys(("data_fingerprint", "command", "hardware", "dat
 @contextlib.contextmanager
 def open_run(folder: Path, options: dict) -> Iterator[tuple[bool, Path | None]]:
     """Locks the folder for this run and yields how far the run is: whether it is finished, and its
-    newest whole checkpoint. A finished run is not locked.
-
-    All processes of a launch call this. The main process locks the folder and looks, and the others
-    get what it found.
+    newest whole checkpoint. A finished run is not locked. All processes of a launch call this; the
+    main process locks the folder and looks, and the others get what it found.
 
     Raises UserError, in all of them, when another process holds the folder, or where
-    [`check_same_run`], [`read_result`] or [`last_complete_checkpoint`] does.
-    """
+    [`check_same_run`], [`read_result`] or [`last_complete_checkpoint`] does."""
 
     def is_finished() -> bool:
         check_same_run(folder, options)
@@ -86,11 +83,8 @@ def open_run(folder: Path, options: dict) -> Iterator[tuple[bool, Path | None]]:
 
 def begin_run(folder: Path, options: dict, checkpoint: Path | None) -> None:
     """Writes `run.json`, and deletes the checkpoints that the run will not use, half-written ones
-    among them.
-
-    They would count towards the limit by which the Trainer deletes old checkpoints, and could push
-    out the good one.
-    """
+    among them: they would count towards the limit by which the Trainer deletes old ones, and could
+    push out the good one."""
     write_json(folder / OPTIONS, options)
     for path in _checkpoints(folder):
         if path != checkpoint:
@@ -200,16 +194,12 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 class RunRecorder(TrainerCallback):
     """Writes `metrics.jsonl`, marks complete checkpoints, and times the training without evaluation
-    and saving.
-
-    The lines are also kept in the Trainer's state, so that every checkpoint has those up to its
-    step, see [`lines_of`].
+    and saving. The lines are also in the Trainer's state, so that every checkpoint has those up to
+    its step, see [`lines_of`].
 
     Args:
-        folder: the run's folder.
         tokens_per_step: tokens that one optimiser step reads, over all processes.
-        reads_memory: whether any token reads a memory, so that gates mean anything.
-    """
+        reads_memory: whether any token reads a memory, so that gates mean anything."""
 
     def __init__(self, folder: Path, tokens_per_step: int, reads_memory: bool = True):
         self.reads_memory = reads_memory
