@@ -52,9 +52,8 @@ class Rows:
 
     def to(self, device) -> "Rows":
         """The rows on a device, as 64-bit integers."""
-        return Rows(
-            *(tensor.to(device, torch.int64) for tensor in (self.inputs, self.places, self.values))
-        )
+        tensors = (self.inputs, self.places, self.values)
+        return Rows(*(tensor.to(device, torch.int64) for tensor in tensors))
 
 
 def read_parts(texts: Sequence[str], option: str, vocabulary: int) -> list[Part]:

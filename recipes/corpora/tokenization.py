@@ -12,11 +12,12 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from cli import UserError, one_line
 from cli.names import check_name
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 END_OF_TEXT = "<|endoftext|>"
@@ -102,14 +103,13 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
 
 def encode_texts(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], split_special_tokens: bool = True
-) -> "list[np.ndarray]":
+) -> list[np.ndarray]:
     """The token ids (int64) of each text (one at least), without added special tokens.
 
     A text that spells a special token out is encoded as plain text, unless `split_special_tokens`
     is off: only the caller puts end-of-text tokens between documents. The first time that a text
     has an unknown token, standard error says so.
     """
-    import numpy as np
     from tqdm import tqdm
 
     how = {"add_special_tokens": False, "verbose": False, "return_attention_mask": False}

@@ -6,24 +6,14 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from corpora.biographies import (
-    SENTENCES,
-    Person,
-    Sentence,
-    fact_prompt,
-    forbid_answers,
-    invent_person,
-    write_opening,
-    write_paragraphs,
-)
+import numpy as np
+
+from corpora import biographies
+from corpora.biographies import SENTENCES, Person, Sentence, forbid_answers, invent_person
 
 from .examples import Document, DoesNotFit, Encode, Example, Question
 from .filler import Filler
-
-if TYPE_CHECKING:
-    import numpy as np
 
 FACT_NAMES = tuple(SENTENCES["facts"])
 # tokens of a piece of real text among the invented paragraphs of a training row
@@ -35,9 +25,9 @@ class _Statement:
     """The tokens of a sentence that states a fact."""
 
     name: str
-    before: "np.ndarray"
-    answer: "np.ndarray"
-    after: "np.ndarray"
+    before: np.ndarray
+    answer: np.ndarray
+    after: np.ndarray
 
     def __len__(self) -> int:
         return len(self.before) + len(self.answer) + len(self.after)
@@ -49,7 +39,7 @@ def invent_clear_person(rng: random.Random, names) -> tuple[Person, list[list[Se
     names.seed_instance(rng.getrandbits(64))
     while True:
         person = invent_person(rng, names)
-        opening = write_opening(rng, person)
+        opening = biographies.write_opening(rng, person)
         text = " ".join([person.name, *map(str, itertools.chain.from_iterable(opening))])
         # no city is a surname here, and so on
         if all(_occurs_once(answer, text) for answer in person.answers.values()):
@@ -119,7 +109,7 @@ def fact_example(
 
     def write(about: Person) -> Iterator[str]:
         if lines is None:
-            return write_paragraphs(rng, names, about, forbidden)
+            return biographies.write_paragraphs(rng, names, about, forbidden)
         return _take_lines(rng, lines, forbidden)
 
     document = Document()
@@ -146,8 +136,6 @@ def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length:
 
     Raises [`DoesNotFit`] when not even one fact fits.
     """
-    import numpy as np
-
     person, opening = invent_clear_person(rng, names)
     facts = [[sentence.name for sentence in paragraph] for paragraph in opening]
     every = sum(facts, [])
@@ -167,7 +155,9 @@ def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length:
 
     parts = [title, *(part for s in statements for part in (s.before, s.answer, s.after))]
     gap = length - length_without_gap()
-    lines = _encode_lines(encode, write_paragraphs(rng, names, person, forbid_answers(person)))
+    lines = _encode_lines(
+        encode, biographies.write_paragraphs(rng, names, person, forbid_answers(person))
+    )
     while gap > 0:
         if rng.random() < 0.5:
             unit = np.concatenate([newline, filler.take(rng, rng.randint(*REAL_TEXT))])
@@ -180,24 +170,24 @@ def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length:
     return Example(tokens, tuple(questions))
 
 
-def paragraphs_row(rng: random.Random, encode: Encode, names, length: int) -> "np.ndarray":
+def paragraphs_row(rng: random.Random, encode: Encode, names, length: int) -> np.ndarray:
     """Exactly `length` tokens of the invented paragraphs that stand between the facts and the
     questions of [`fact_example`]: other people, places and years without end, none of which is ever
     asked for."""
     names.seed_instance(rng.getrandbits(64))
     person = invent_person(rng, names)
-    paragraphs = write_paragraphs(rng, names, person, forbid_answers(person))
+    paragraphs = biographies.write_paragraphs(rng, names, person, forbid_answers(person))
     return _encode_enough(encode, paragraphs, length)[:length]
 
 
 def _ask_anywhere(
     rng: random.Random,
-    text: "np.ndarray",
+    text: np.ndarray,
     opening_at: int,
     statements: "Sequence[_Statement]",
-    asks: "dict[str, np.ndarray]",
-    stop: "np.ndarray",
-) -> "tuple[np.ndarray, list[tuple]]":
+    asks: dict[str, np.ndarray],
+    stop: np.ndarray,
+) -> tuple[np.ndarray, list[tuple]]:
     """Puts the question for every statement in, with its answer, at a place drawn at random after
     the statement: within the opening at the end of a sentence, after it anywhere.
 
@@ -209,8 +199,6 @@ def _ask_anywhere(
     Returns the row and, in the order of the questions, each fact's name and the places of its
     answer: stated and asked.
     """
-    import numpy as np
-
     ends = list(itertools.accumulate(map(len, statements), initial=opening_at))[1:]
     places = []
     for end, statement in zip(ends, statements, strict=True):
@@ -237,7 +225,10 @@ def _encode_opening(
 ) -> "tuple[list[np.ndarray], list[_Statement]]":
     """The tokens of the title and of the prompts of the facts `asked`, and those of all sentences
     of the opening."""
-    texts = [f"\n\n{person.name}\n", *(f"\n{fact_prompt(person, name)}" for name in asked)]
+    texts = [
+        f"\n\n{person.name}\n",
+        *(f"\n{biographies.fact_prompt(person, name)}" for name in asked),
+    ]
     heads, names = len(texts), []
     for paragraph in opening:
         for number, sentence in enumerate(paragraph):
@@ -295,16 +286,14 @@ def _take_lines(rng: random.Random, lines: Sequence[str], forbidden: re.Pattern)
             )
 
 
-def _encode_lines(encode: Encode, paragraphs: Iterator[str]) -> "Iterator[np.ndarray]":
+def _encode_lines(encode: Encode, paragraphs: Iterator[str]) -> Iterator[np.ndarray]:
     """The tokens of paragraphs, each with the line break in front of it."""
     while True:
         yield from encode([f"\n{next(paragraphs)}" for _ in range(4)])
 
 
-def _encode_enough(encode: Encode, paragraphs: Iterator[str], count: int) -> "np.ndarray":
+def _encode_enough(encode: Encode, paragraphs: Iterator[str], count: int) -> np.ndarray:
     """The tokens of as many paragraphs as make `count` tokens or more."""
-    import numpy as np
-
     parts, length, lines = [np.empty(0, dtype=np.int64)], 0, _encode_lines(encode, paragraphs)
     while length < count:
         parts.append(next(lines))

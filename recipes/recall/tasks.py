@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from cli import UserError
 from corpora.biographies import invent_person, portuguese_names
 from corpora.tokenization import encode_texts
@@ -132,8 +134,6 @@ def run_passkey(
         pooled: whether each depth has other numbers and places in the texts, so that all depths are
             one sample.
     """
-    import numpy as np
-
     blank_line, *documents = runner.encode(["\n\n", *texts])
     end, samples = runner.tokenizer.eos_token_id, runner.options.samples
     stream = np.concatenate([np.append(document, end) for document in documents])

@@ -24,22 +24,10 @@ from transformers import TrainerCallback, TrainerState
 
 from cli import UserError
 from hf_infini.tools.training import gate_values
-from support.stages import (
-    LEFTOVER,
-    LOCK_FOLDER,
-    RESULT,
-    check_unchanged,
-    checksums,
-    damage,
-    flush_all,
-    locked_folder,
-    read_json,
-    sealed,
-    to_json,
-    write_json,
-    write_text,
-)
+from support import stages
+from support.stages import check_unchanged, checksums, read_json, sealed, to_json, write_json
 
+RESULT = stages.RESULT
 COMPLETE, OPTIONS, METRICS = "complete.json", "run.json", "metrics.jsonl"
 # What readers of result.json use of it; recipes/train.py writes it
 RESULT_ENTRIES = dict.fromkeys(
@@ -70,7 +58,7 @@ def open_run(folder: Path, options: dict) -> Iterator[tuple[bool, Path | None]]:
                 # before the lock, which writes: a folder of something else stays as it is
                 finished = is_finished()
                 if not finished:
-                    stack.enter_context(locked_folder(folder))
+                    stack.enter_context(stages.locked_folder(folder))
                     finished = is_finished()  # as its last holder left it
                 found = [(finished, None if finished else last_complete_checkpoint(folder))]
             except (UserError, OSError) as error:
@@ -100,7 +88,7 @@ def check_same_run(folder: Path, options: dict) -> None:
             one of the two does not have counts as None.
     """
     entries = list(folder.iterdir()) if folder.is_dir() else []
-    if all(entry.name == LOCK_FOLDER or entry.match(LEFTOVER) for entry in entries):
+    if all(entry.name == stages.LOCK_FOLDER or entry.match(stages.LEFTOVER) for entry in entries):
         return
     if not (folder / OPTIONS).exists():
         raise UserError(
@@ -137,7 +125,7 @@ def read_result(folder: Path) -> dict:
 def mark_complete(checkpoint: Path) -> None:
     """Writes `complete.json`, with the checksums of all files, when these are on the disk: the last
     thing that happens to a checkpoint."""
-    flush_all(checkpoint)
+    stages.flush_all(checkpoint)
     write_json(checkpoint / COMPLETE, sealed({}, checksums(checkpoint)))
 
 
@@ -180,7 +168,7 @@ def _damage_since(checkpoint: Path) -> str:
         return str(error)
     if not record:
         say(f"{checkpoint.name} is of an earlier version, without checksums: it is not checked")
-    return damage(checkpoint / COMPLETE, record)
+    return stages.damage(checkpoint / COMPLETE, record)
 
 
 def checkpoint_step(path: Path) -> int:
@@ -273,7 +261,7 @@ def lines_of(state: TrainerState) -> list[dict]:
 def write_lines(folder: Path, lines: list[dict]) -> None:
     """Writes `metrics.jsonl` as a whole."""
     file = folder / METRICS
-    write_text(file, "".join(to_json(line, file) + "\n" for line in lines))
+    stages.write_text(file, "".join(to_json(line, file) + "\n" for line in lines))
 
 
 def say(text: str) -> None:
