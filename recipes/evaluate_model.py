@@ -116,15 +116,11 @@ def main(argv: list[str] | None = None) -> None:
     name = options.out or str(home / "_".join(parts))
     check_place(Path(f"{name}.json"), {"options": dict, "model": str, "memory": str})
     task = {"perplexity": perplexity, "passkey": passkey, "facts": facts}[options.task]
-    result = {
-        **task(options, model, tokenizer, name),
-        **{key: getattr(options, key) for key in ("model", "adapter", "memory", "source")},
-        "split": options.split if manifest else None,
-        "data_fingerprint": setup.data_fingerprint(manifest) if manifest else None,
-        **measurement.peak_memory(),
-        "options": vars(options),
-        **measurement.environment(),
-    }
+    result = task(options, model, tokenizer, name)
+    result |= {key: getattr(options, key) for key in ("model", "adapter", "memory", "source")}
+    result["split"] = options.split if manifest else None
+    result["data_fingerprint"] = setup.data_fingerprint(manifest) if manifest else None
+    result |= {**measurement.peak_memory(), "options": vars(options), **measurement.environment()}
     write_json(Path(f"{name}.json"), sealed(result))
     Path(f"{name}.cells.json").unlink(missing_ok=True)
     print(f"{name}.json", file=sys.stderr)

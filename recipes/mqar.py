@@ -185,24 +185,14 @@ def run(
         model = Recaller(config, options.vocabulary).to(device)
         history = train(model, *rows(), options, rate, folder / "state.pt")
         last = dict(history[-1])
-        result = {
-            "model": model_name,
-            "mixer": mixer,
-            "setting": setting,
-            "options": identity,
-            "learning_rate": rate,
-            "epochs": last.pop("epoch"),
-            "diverged": last.pop("loss") is None,
-            **last,
-            "tokens_per_second": round(last["tokens"] / last["seconds"], 1),
-            "state_bytes": model.state_bytes(STATE_TOKENS),
-            "state_tokens": STATE_TOKENS,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "history": history,
-            "threads": torch.get_num_threads(),
-            **measurement.peak_memory(),
-            **measurement.environment(),
-        }
+        result = {"model": model_name, "mixer": mixer, "setting": setting, "options": identity}
+        result |= {"learning_rate": rate, "epochs": last.pop("epoch"), "history": history}
+        result |= {"diverged": last.pop("loss") is None, **last, "state_tokens": STATE_TOKENS}
+        result["tokens_per_second"] = round(last["tokens"] / last["seconds"], 1)
+        result["state_bytes"] = model.state_bytes(STATE_TOKENS)
+        result["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        result["threads"] = torch.get_num_threads()
+        result |= {**measurement.peak_memory(), **measurement.environment()}
         write_json(folder / RESULT, sealed(result))
         return result
 

@@ -217,22 +217,13 @@ def main(argv: list[str] | None = None) -> None:
             files = checksums(part)
         tokens, seconds = arguments.max_steps * tokens_per_step, lines[-1]["seconds"]
         files |= checksums(out, [out / run_folder.OPTIONS, out / run_folder.METRICS])
-        result = {
-            "cross_entropy": validated["cross_entropy"],
-            "perplexity": validated["perplexity"],
-            "validation_tokens": validated["tokens"],
-            "tokens": tokens,
-            "steps": arguments.max_steps,
-            "parameters": model.num_parameters(),
-            "seconds": round(seconds, 1),
-            "tokens_per_second": round(tokens / seconds, 1),
-            **measurement.peak_memory(),
-            "seed": run.seed,
-            "gates": gates,
-            "data_fingerprint": fingerprint,
-            "options": options,
-            **measurement.environment(),
-        }
+        result = {name: validated[name] for name in ("cross_entropy", "perplexity")}
+        result |= {"validation_tokens": validated["tokens"], "tokens": tokens}
+        result |= {"steps": arguments.max_steps, "parameters": model.num_parameters()}
+        result |= {"seconds": round(seconds, 1), "tokens_per_second": round(tokens / seconds, 1)}
+        result |= {**measurement.peak_memory(), "seed": run.seed, "gates": gates}
+        result |= {"data_fingerprint": fingerprint, "options": options}
+        result |= measurement.environment()
         # the last file: it says that the run is finished
         write_json(out / "result.json", sealed(result, files))
     print(console.ending(out, data, result))

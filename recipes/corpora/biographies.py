@@ -174,17 +174,18 @@ class _Slots(dict):
         self.rng, self.names, self.birth_year = rng, names, person.birth_year
 
     def __missing__(self, slot: str) -> str:
+        rng, born = self.rng, self.birth_year
         make = {
-            "year": lambda: str(self.birth_year + self.rng.randint(16, 68)),
-            "later": lambda: str(min(2020, self.birth_year + self.rng.randint(75, 120))),
-            "born": lambda: str(self.birth_year + self.rng.randint(-25, 30)),
-            "count": lambda: str(self.rng.randint(11, 97)),
-            "city": lambda: self.rng.choice(SENTENCES["cities"]),
-            "month": lambda: self.rng.choice(SENTENCES["months"]),
+            "year": lambda: str(born + rng.randint(16, 68)),
+            "later": lambda: str(min(2020, born + rng.randint(75, 120))),
+            "born": lambda: str(born + rng.randint(-25, 30)),
+            "count": lambda: str(rng.randint(11, 97)),
+            "city": lambda: rng.choice(SENTENCES["cities"]),
+            "month": lambda: rng.choice(SENTENCES["months"]),
             "man": lambda: _person(self.names, "m"),
             "woman": lambda: _person(self.names, "f"),
             "family": lambda: _surname(self.names),
-            "district": lambda: self.names.bairro(),
+            "district": self.names.bairro,
         }
         self[slot] = make[slot.rstrip("23")]()
         return self[slot]

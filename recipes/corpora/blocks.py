@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tqdm.auto import tqdm
 
 from support.prepared import digest, open_rows
 
@@ -91,8 +92,6 @@ def pack_rows(
         context: tokens per row; a tail shorter than that is left out.
         counts: receives `documents`, `characters`, `stream_tokens` and `dropped_tail_tokens`.
         max_tokens: the stream ends after so many; `None`: with the last document."""
-    from tqdm.auto import tqdm
-
     rest = np.empty(0, dtype=np.int32)
     texts = tqdm(documents["text"], desc="tokenising", unit="document", total=len(documents))
     for batch in _batches(texts, len):

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tqdm import tqdm
 
 from cli import UserError, one_line
 from cli.names import check_name
@@ -110,8 +111,6 @@ def encode_texts(
     is off: only the caller puts end-of-text tokens between documents. The first time that a text
     has an unknown token, standard error says so.
     """
-    from tqdm import tqdm
-
     how = {"add_special_tokens": False, "verbose": False, "return_attention_mask": False}
     how["split_special_tokens"] = split_special_tokens
     encoded = tokenizer(list(texts), **how)["input_ids"]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from tqdm.auto import tqdm
 
 from cli import UserError
 from corpora import blocks
@@ -146,8 +147,6 @@ def write_rows(
 
     Returns what [`corpora.blocks.save_rows`] does, `rows_by_kind`, and the `counted_tokens` (those
     with a label) by kind."""
-    from tqdm.auto import tqdm
-
     kinds, counted = Counter(), Counter()
 
     def arrays() -> Iterator[dict[str, np.ndarray]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from cli import UserError
 from corpora.biographies import invent_person, portuguese_names
@@ -231,8 +232,6 @@ def constant_guesses(seed: int) -> dict[str, dict]:
 def _ask(runner: Runner, examples: Iterable[Example]) -> list[Answer]:
     """The answers to examples, batch by batch; a UserError where one is longer than the model
     reaches."""
-    from tqdm import tqdm
-
     answers, options = [], runner.options
     examples = iter(tqdm(examples, total=options.samples, unit="example", leave=False))
     # of long texts
@@ -250,8 +249,6 @@ def run_cells(runner: Runner, cells: list[dict], run_cell: Callable[[dict], dict
     A cell that the model or the examples cannot do gets the reason as its `not_possible`; when that
     is every cell, the first reason is raised as a UserError.
     """
-    from tqdm import tqdm
-
     kept = {"identity": json.loads(json.dumps(runner.identity)), "cells": []}  # as it comes back
     if runner.file.is_file():
         remedy = "delete it: its finished cells are measured again"
