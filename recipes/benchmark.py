@@ -31,7 +31,7 @@ from pathlib import Path
 from cli import SEED, UserError, exit_on_error, needed, option, parse_options
 from cli.names import check_name
 
-PARTS = ["attention", "model", "decoding"]
+PARTS, DTYPES = ["attention", "model", "decoding"], ["float32", "bfloat16"]
 
 
 @dataclass
@@ -40,13 +40,11 @@ class Options:
     parts: list[str] = option(PARTS, "What to measure.", choices=PARTS, group="measurement")
     model: str = option(
         "gpt2",
-        "gpt2, smollm2-135m, smollm2-360m, smollm2-1.7b (their sizes), tiny (to see that all "
-        "runs), or folder or name on the Hub of a plain language model.",
+        "gpt2, smollm2-135m, smollm2-360m, smollm2-1.7b (sizes), tiny, or a plain model: "
+        "folder or name on the Hub.",
     )
     dtypes: list[str] = option(
-        ["bfloat16"],
-        "Of the layer; of training (bfloat16: autocast); of weights when decoding.",
-        choices=["float32", "bfloat16"],
+        ["bfloat16"], "Of the layer, of training, of weights when decoding.", choices=DTYPES
     )
     shapes: list[str] | None = option(
         None, "attention: TOKENSxSEGMENT, tokens and tokens in a segment."
@@ -82,10 +80,8 @@ def main(argv: list[str] | None = None) -> None:
     from support.stages import check_place, write_json
 
     if unknown := set(options.contestants or ()) - set(contestants.CONTESTANTS):
-        raise UserError(
-            f"--contestants: there is no {min(unknown)}; allowed are "
-            f"{', '.join(contestants.CONTESTANTS)}"
-        )
+        allowed = ", ".join(contestants.CONTESTANTS)
+        raise UserError(f"--contestants: there is no {min(unknown)}; allowed are {allowed}")
     options.device = inference.usable_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)

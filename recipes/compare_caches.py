@@ -54,26 +54,19 @@ from cli.model_options import KEEP_SCORES
 from cli.names import check_name
 
 OWN = ("plain", "window", "random", *KEEP_SCORES)
-PRESSES = [
-    f"{press}{end}"
-    for press in ("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention")
-    for end in ("", " blind")
-]
+PRESSES = ("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention")
+PRESSES = [f"{press}{end}" for press in PRESSES for end in ("", " blind")]
+WAYS = [*OWN, *PRESSES]
 
 
 @dataclass(kw_only=True)
 class Options(EvaluationOptions):
     out: str = needed("File to write, without .json.", group="output")
     adapter: str | None = option(
-        None,
-        "Adapter with the scores of the ways learned and half, or, with --attribute, the memory of "
-        "a plain model: folder or Hub name.",
+        None, "Adapter with scores for learned and half, or with the memory to --attribute."
     )
     ways: list[str] = option(
-        ["plain", "window", "attention"],
-        "What is compared.",
-        choices=[*OWN, *PRESSES],
-        group="measurement",
+        ["plain", "window", "attention"], "What is compared.", choices=WAYS, group="measurement"
     )
     attribute: bool = option(
         False, "Compare the parts of --model, which has a memory or gets one with --adapter."
@@ -82,15 +75,10 @@ class Options(EvaluationOptions):
         [512], "Tokens in the cache of each key/value head, one after the other.", at_least=16
     )
     window: int = option(
-        256,
-        "Tokens of the window beside kept tokens; at most half of the cache is window.",
-        at_least=1,
+        256, "Tokens of the window beside kept tokens, at most half of the cache.", at_least=1
     )
     segments: int = option(
-        2,
-        "Segments of that window. With more of them a query sees more of it, and reading is "
-        "slower.",
-        at_least=1,
+        2, "Segments of it: with more a query sees more, and reading is slower.", at_least=1
     )
     length: int = option(8192, "perplexity: tokens per row.", at_least=2)
     rows: int = option(16, "perplexity: rows.", at_least=1)

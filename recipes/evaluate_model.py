@@ -50,13 +50,11 @@ class Options(EvaluationOptions):
     )
     length: int | None = option(
         None,
-        "Tokens per row; default: the rows of --data, or the model's context.",
+        "Tokens per row; default: the rows of --data, or the context.",
         at_least=2,
         group="data",
     )
-    separate_documents: bool = option(
-        False, "Keep the documents of a row apart, as train.py's option of this name does."
-    )
+    separate_documents: bool = option(False, "Keep documents of a row apart, as train.py.")
     max_tokens: int | None = option(
         None, "Stop after the row that reaches this number of tokens.", at_least=1
     )
@@ -74,28 +72,21 @@ class Options(EvaluationOptions):
     )
     samples: int = option(48, "passkey, facts: examples per cell.", at_least=1)
     chunk: int = option(
-        1024,
-        "Tokens per call of the model in rows longer than this: memory grows with it.",
-        at_least=1,
-        group="machine",
-        rare=True,
+        1024, "Tokens per call, in longer rows.", at_least=1, group="machine", rare=True
     )
     out: str | None = option(
         None,
-        "File to write, without .json; default: evaluation in the folder of the adapter or model "
-        "(other tasks, and with the memory off: the task's name), with _text (facts among lines of "
-        "text), _test and _memory_off appended.",
+        "File to write, without .json; default: in the folder of the adapter or model, evaluation "
+        "or the task, with _text (facts among lines of text), _test and _memory_off appended.",
         group="output",
     )
 
 
 # Options that only some tasks use
-TASKS = {
-    ("length", "separate_documents", "max_tokens"): ("perplexity",),
-    ("lengths", "depths", "language"): ("passkey",),
-    ("distances", "segment_length"): ("facts",),
-    ("samples", "seed"): ("passkey", "facts"),
-}
+TASKS = dict.fromkeys(("length", "separate_documents", "max_tokens"), ("perplexity",))
+TASKS |= dict.fromkeys(("lengths", "depths", "language"), ("passkey",))
+TASKS |= dict.fromkeys(("distances", "segment_length"), ("facts",))
+TASKS |= dict.fromkeys(("samples", "seed"), ("passkey", "facts"))
 
 
 @exit_on_error(
@@ -125,15 +116,11 @@ def main(argv: list[str] | None = None) -> None:
     name = options.out or str(home / "_".join(parts))
     check_place(Path(f"{name}.json"), {"options": dict, "model": str, "memory": str})
     task = {"perplexity": perplexity, "passkey": passkey, "facts": facts}[options.task]
-    result = {
-        **task(options, model, tokenizer, name),
-        **{key: getattr(options, key) for key in ("model", "adapter", "memory", "source")},
-        "split": options.split if manifest else None,
-        "data_fingerprint": setup.data_fingerprint(manifest) if manifest else None,
-        **measurement.peak_memory(),
-        "options": vars(options),
-        **measurement.environment(),
-    }
+    result = task(options, model, tokenizer, name)
+    result |= {key: getattr(options, key) for key in ("model", "adapter", "memory", "source")}
+    result["split"] = options.split if manifest else None
+    result["data_fingerprint"] = setup.data_fingerprint(manifest) if manifest else None
+    result |= {**measurement.peak_memory(), "options": vars(options), **measurement.environment()}
     write_json(Path(f"{name}.json"), sealed(result))
     Path(f"{name}.cells.json").unlink(missing_ok=True)
     print(f"{name}.json", file=sys.stderr)
@@ -227,13 +214,12 @@ def check_options(options: Options) -> dict | None:
 
     defaults = Options(model="")
     given = {name for name in vars(options) if getattr(options, name) != getattr(defaults, name)}
-    for names, tasks in TASKS.items():
-        for name in names:
-            if name in given and options.task not in tasks:
-                raise UserError(
-                    f"--{name} does nothing with --task {options.task}: it belongs to "
-                    f"{' and '.join(tasks)}"
-                )
+    for name, tasks in TASKS.items():
+        if name in given and options.task not in tasks:
+            raise UserError(
+                f"--{name} does nothing with --task {options.task}: it belongs to "
+                f"{' and '.join(tasks)}"
+            )
     for name in ("lengths", "distances"):
         values = getattr(options, name)
         if len(set(values)) < len(values):

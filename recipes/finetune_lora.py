@@ -31,6 +31,8 @@ from pathlib import Path
 from cli import SEED, UserError, exit_on_error, needed, option, parse_options
 from cli.names import check_name
 
+LEARN = ["text", "plain"]
+
 
 @dataclass
 class Options:
@@ -39,8 +41,7 @@ class Options:
         "Adapter with the scores of the kept tokens, without a LoRA: a folder or a name on the Hub."
     )
     data: list[str] = needed(
-        "Folders made by recipes/prepare.py with the model's tokenizer, with "
-        "rows of one length, longer than the cache.",
+        "Folders of prepare.py with the model's tokenizer and rows longer than the cache.",
         group="data",
     )
     out: str = needed("Folder to write, and the name of a file without .json.", group="output")
@@ -49,8 +50,8 @@ class Options:
     )
     learn: str = option(
         "text",
-        "To predict the text of the rows, or what the plain model with all tokens predicts.",
-        choices=["text", "plain"],
+        "To predict: rows, or what the plain model predicts.",
+        choices=LEARN,
         group="training",
     )
     steps: int = option(45, "Optimiser steps.", at_least=1)
@@ -60,16 +61,9 @@ class Options:
     )
     rank: int = option(16, "Rank of the LoRA.", at_least=1)
     save_steps: int = option(25, "Steps between checkpoints; the last two are kept.", at_least=1)
-    report_to: list[str] = option(
-        ["none"], "Trackers: none, or any of tensorboard, trackio, wandb, …"
-    )
+    report_to: list[str] = option(["none"], "Trackers: none, or any of tensorboard, wandb, …")
     seed: int = option(0, "Seed of the LoRA and of the order of rows.", **SEED)
-    rows: int = option(
-        16,
-        "Held-out rows, from everywhere in the validation documents.",
-        at_least=1,
-        group="measurement",
-    )
+    rows: int = option(16, "Held-out rows, from everywhere.", at_least=1, group="measurement")
 
 
 @exit_on_error(when_stopped="the same command goes on from the last checkpoint")

@@ -35,12 +35,7 @@ class Options:
         None, "Prompts; without --prompt_file too, standard input is read.", group="prompt"
     )
     prompt_file: str | None = option(None, "UTF-8 file with the prompt.")
-    max_new_tokens: int = option(
-        100,
-        "Tokens to add at most; an end-of-text token ends a text before that.",
-        greater_than=0,
-        group="continuation",
-    )
+    max_new_tokens: int = option(100, "Most tokens to add.", greater_than=0, group="continuation")
     do_sample: bool = option(False, "Draw each token by its probability, or take the likeliest.")
     temperature: float | None = option(
         None, "Sampling: below 1 likelier tokens, above 1 rarer ones; default: 1.", greater_than=0
@@ -88,10 +83,8 @@ def main(argv: list[str] | None = None) -> None:
         # transformers warns of lengths beyond n_positions, which limits nothing here
         logging.set_verbosity_error()
     set_seed(options.seed)
-    arguments = {
-        name: getattr(options, name)
-        for name in ("max_new_tokens", "do_sample", "repetition_penalty")
-    }
+    names = ("max_new_tokens", "do_sample", "repetition_penalty")
+    arguments = {name: getattr(options, name) for name in names}
     if options.do_sample:  # whatever the model's generation config says
         given = {name: getattr(options, name) for name in SAMPLING}
         arguments |= SAMPLING | {name: value for name, value in given.items() if value is not None}
@@ -105,9 +98,8 @@ def main(argv: list[str] | None = None) -> None:
         found = inference.continue_texts(model, tokenizer, batch, **arguments)
         for prompt, (text, count) in zip(batch, found, strict=True) if not streaming else ():
             if options.json:
-                text = json.dumps(
-                    {"prompt": prompt, "text": text, "new_tokens": count}, ensure_ascii=False
-                )
+                found = {"prompt": prompt, "text": text, "new_tokens": count}
+                text = json.dumps(found, ensure_ascii=False)
             else:
                 show_prompt(prompt)
             print(text, flush=True)

@@ -35,18 +35,15 @@ SHORT = {"d_model": "d", "heads": "h", "head_dim": "k", "value_dim": "v"}  # in 
 SHORT |= {"segment_length": "s", "window": "w", "precision": ""}
 STATE_TOKENS = 1024  # after which the state is counted
 WIDE, LONG = {"at_least": 1, "at_most": 2**16}, {"at_least": 1, "at_most": 2**20}
+RATES = [1e-3, 3.16e-3, 1e-2, 3.16e-2]  # which fall as a cosine
 TESTS = "64x4x1000 64x8x1000 64x16x1000 128x32x1000 256x64x1000 512x128x1000 1024x256x1000"
 TRAIN = "64x4x100000 128x8x20000 256x16x20000 256x32x20000 256x64x20000"
 
 
 @dataclass
 class MQAROptions:
-    out: str = needed(
-        "Folder of all runs; those that are there go on, or are finished.", group="output"
-    )
-    mixers: list[str] = option(
-        MIXERS, "What is compared, in this order.", choices=MIXERS, group="model"
-    )
+    out: str = needed("Folder of all runs; those that are there go on.", group="output")
+    mixers: list[str] = option(MIXERS, "What is compared.", choices=MIXERS, group="model")
     d_model: int = option(64, "Width.", **WIDE)
     heads: int = option(2, "Heads of the mixer; must divide the width.", **WIDE)
     head_dim: int | None = option(
@@ -55,19 +52,13 @@ class MQAROptions:
     value_dim: int | None = option(None, "Of a head's values; default: as wide as keys.", **WIDE)
     segment_length: int = option(16, "Tokens of a segment, for the memories.", **LONG)
     window: int = option(
-        32,
-        "window: tokens that a token sees, itself included. 32 keep about as many bytes as "
-        "segments of 16 and a memory, 64 wide with 2 heads.",
-        **LONG,
+        32, "window: tokens that a token sees; 32 take about as many bytes as the memories.", **LONG
     )
     memory: list[str] = option(
         [], "More options of the memories, NAME=VALUE: gate_init=-2 feature_map=exp."
     )
     learning_rates: list[float] = option(
-        [1e-3, 3.16e-3, 1e-2, 3.16e-2],
-        "Of the first epoch; it falls as a cosine. All are tried, until one is above --stop_above.",
-        greater_than=0,
-        group="training",
+        RATES, "Tried until one is above --stop_above.", greater_than=0, group="training"
     )
     epochs: int = option(32, "Passes over the training rows, at most.", **LONG)
     stop_above: float = option(
@@ -76,28 +67,19 @@ class MQAROptions:
     batch_size: int = option(256, "Rows of a step.", **LONG)
     precision: str = option(
         "float32",
-        "Of the products with the output weights, half of the work; bf16 is faster where it is "
-        "native. The rest and the tests are float32.",
+        "Of the products with the output weights, half of the work. All else is float32.",
         choices=["float32", "bf16"],
     )
     seed: int = option(123, "Seed of rows, weights and dropout; zoology's is 123.", **SEED)
     vocabulary: int = option(
-        8192,
-        "Tokens that there are: half keys, half values.",
-        at_least=8,
-        at_most=2**24,
-        group="data",
+        8192, "Tokens: half keys, half values.", at_least=8, at_most=2**24, group="data"
     )
     train: list[str] = option(
         TRAIN.split(), "Training rows: LENGTHxPAIRSxROWS, tokens of a row, pairs in it, rows."
     )
     test: list[str] = option(TESTS.split(), "Test rows, likewise.")
     threads: int | None = option(
-        None,
-        "Threads of the CPU; default: as many as cores.",
-        at_least=1,
-        at_most=1024,
-        group="machine",
+        None, "Of the CPU; default: its cores.", at_least=1, at_most=1024, group="machine"
     )
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
 
@@ -203,24 +185,14 @@ def run(
         model = Recaller(config, options.vocabulary).to(device)
         history = train(model, *rows(), options, rate, folder / "state.pt")
         last = dict(history[-1])
-        result = {
-            "model": model_name,
-            "mixer": mixer,
-            "setting": setting,
-            "options": identity,
-            "learning_rate": rate,
-            "epochs": last.pop("epoch"),
-            "diverged": last.pop("loss") is None,
-            **last,
-            "tokens_per_second": round(last["tokens"] / last["seconds"], 1),
-            "state_bytes": model.state_bytes(STATE_TOKENS),
-            "state_tokens": STATE_TOKENS,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "history": history,
-            "threads": torch.get_num_threads(),
-            **measurement.peak_memory(),
-            **measurement.environment(),
-        }
+        result = {"model": model_name, "mixer": mixer, "setting": setting, "options": identity}
+        result |= {"learning_rate": rate, "epochs": last.pop("epoch"), "history": history}
+        result |= {"diverged": last.pop("loss") is None, **last, "state_tokens": STATE_TOKENS}
+        result["tokens_per_second"] = round(last["tokens"] / last["seconds"], 1)
+        result["state_bytes"] = model.state_bytes(STATE_TOKENS)
+        result["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        result["threads"] = torch.get_num_threads()
+        result |= {**measurement.peak_memory(), **measurement.environment()}
         write_json(folder / RESULT, sealed(result))
         return result
 

@@ -35,22 +35,13 @@ from cli.corpus_options import CorpusOptions
 @dataclass
 class TokenizerOptions:
     tokenizer: str = option(
-        "bpe",
-        "bpe (byte-level, trained here), characters, or a ready one: name (gpt2) or folder.",
-        group="tokenizer",
+        "bpe", "bpe (byte-level), characters, or a name or folder.", group="tokenizer"
     )
     vocab_size: int = option(
-        8000,
-        "bpe: entries of the vocabulary, 256 bytes and 2 special tokens among them.",
-        at_least=258,
-        at_most=2**26,
+        8000, "bpe: entries, 258 bytes and special tokens among them.", at_least=258, at_most=2**26
     )
     tokenizer_sample: float = option(
-        0.35,
-        "bpe: share of the training documents that it is trained on.",
-        greater_than=0,
-        at_most=1,
-        rare=True,
+        0.35, "bpe: share of the training documents.", greater_than=0, at_most=1, rare=True
     )
 
 
@@ -68,8 +59,7 @@ class BlockOptions:
     )
     split_by: str = option(
         "document",
-        "document: no document is in two splits; block: all documents are concatenated, and the "
-        "blocks are shuffled and split.",
+        "document: none is in two splits; block: blocks of all documents are shuffled and split.",
         choices=["document", "block"],
     )
     max_tokens: int | None = option(
@@ -87,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
 
     with locked_folder(Path(blocks.out), owner="prepare.py") as out:
         manifest = prepare(corpus, tokens, blocks, out)
-    source = manifest["source"]
+    source, size = manifest["source"], manifest["tokenizer"]["vocabulary"]
     if others := ", ".join(f"{count:,} {suffix}" for suffix, count in source["left_out"].items()):
         print(f"left out, as their suffixes tell another kind: {others}")
     if source["duplicates"]:
@@ -96,18 +86,12 @@ def main(argv: list[str] | None = None) -> None:
             "that held-out text may be in training, too; --drop_duplicates keeps one of each"
         )
     for name, split in manifest["splits"].items():
-        print(
-            f"{name}: {split['blocks']:,} blocks of {blocks.context:,} tokens, "
-            f"{split['documents']:,} documents"
-        )
-    print(
-        f"{out}: vocabulary {manifest['tokenizer']['vocabulary']:,}, {manifest['wall_seconds']} s"
-    )
-    data = shlex.quote(blocks.out)
-    print(
-        "next: python recipes/train.py --config recipes/configs/quickstart_infini.yaml --data "
-        f"{data} --out runs/infini"
-    )
+        rows = f"{split['blocks']:,} blocks of {blocks.context:,} tokens"
+        print(f"{name}: {rows}, {split['documents']:,} documents")
+    print(f"{out}: vocabulary {size:,}, {manifest['wall_seconds']} s")
+    config = "recipes/configs/quickstart_infini.yaml"
+    words = f"--config {config} --data {shlex.quote(blocks.out)} --out runs/infini"
+    print(f"next: python recipes/train.py {words}")
 
 
 def check_options(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOptions) -> None:
@@ -118,10 +102,8 @@ def check_options(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: Block
         )
     source, out = (Path(os.path.realpath(path)) for path in (corpus.source, blocks.out))
     if source.is_dir() and out.is_relative_to(source):
-        raise UserError(
-            f"--out {blocks.out} is inside --source and would be read as a source "
-            "next time; move it"
-        )
+        what = "is inside --source and would be read as a source next time"
+        raise UserError(f"--out {blocks.out} {what}; move it")
 
 
 def prepare(
@@ -146,16 +128,12 @@ def prepare(
 
     # 2. The split. By document it comes before the tokenizer, which learns from training documents
     # only.
-    by_document = blocks.split_by == "document"
+    by_document, seed = blocks.split_by == "document", corpus.seed
     shares = {"validation": blocks.validation} | ({"test": blocks.test} if blocks.test > 0 else {})
-    parts = split_documents(
-        documents, {name: share * by_document for name, share in shares.items()}, corpus.seed
-    )
-    split = {
-        "documents": record["documents"]["key"],
-        "seed": corpus.seed,
-        "shares": shares if by_document else None,
-    }
+    of_documents = {name: share * by_document for name, share in shares.items()}
+    parts = split_documents(documents, of_documents, seed)
+    split = {"documents": record["documents"]["key"], "seed": seed}
+    split["shares"] = shares if by_document else None
 
     # 3. The tokenizer.
     make = functools.partial(
@@ -179,31 +157,22 @@ def prepare(
     def pack(name: str, folder: Path) -> dict:
         limit, counts = blocks.max_tokens if name == "train" else None, Counter()
         rows = blocking.pack_rows(parts[name], tokenizer, blocks.context, counts, limit)
-        saved = blocking.write_rows(
-            ({"input_ids": batch} for batch in rows), ["input_ids"], blocks.context, folder
-        )
+        batches = ({"input_ids": batch} for batch in rows)
+        saved = blocking.write_rows(batches, ["input_ids"], blocks.context, folder)
         check_rows(name, saved["blocks"], counts["stream_tokens"])
         return {**counts, **saved}
 
     def deal(name: str, folder: Path) -> dict:
         rows, packed = datasets.load_from_disk(hidden / "rows"), record["rows"]["result"]
-        saved = blocking.save_rows(
-            rows.select(blocking.shuffle_blocks(len(rows), shares, corpus.seed)[name]), folder
-        )
+        numbers = blocking.shuffle_blocks(len(rows), shares, seed)[name]
+        saved = blocking.save_rows(rows.select(numbers), folder)
         check_rows(name, saved["blocks"], packed["stream_tokens"])
         # Whole documents are counted where they are trained on: a held-out block is a part of one
-        none = (
-            {}
-            if name == "train"
-            else dict.fromkeys(("documents", "characters", "stream_tokens"), 0)
-        )
-        return {**packed, **saved, **none}
+        counted = ("documents", "characters", "stream_tokens") if name != "train" else ()
+        return {**packed, **saved, **dict.fromkeys(counted, 0)}
 
-    settings = split | {
-        "tokenizer": record["tokenizer"]["key"],
-        "context": blocks.context,
-        "max_tokens": blocks.max_tokens,
-    }
+    settings = split | {"tokenizer": record["tokenizer"]["key"], "context": blocks.context}
+    settings["max_tokens"] = blocks.max_tokens
     if not by_document:
         record["rows"] = preparation.run_stage(
             hidden / "rows", settings, functools.partial(pack, "train")
@@ -222,9 +191,7 @@ def prepare(
             parts[name].to_json(part, force_ascii=False)
     return preparation.write_manifest(
         out / "manifest.json",
-        options={
-            name: value for group in (corpus, tokens, blocks) for name, value in vars(group).items()
-        },
+        options=vars(corpus) | vars(tokens) | vars(blocks),
         source=record["documents"]["result"],
         record=record,
         splits=["train", *shares],
@@ -241,10 +208,9 @@ def collect(corpus: CorpusOptions, folder: Path) -> dict:
     log = ReadingLog()
     count = write_documents(corpus_documents(corpus, log), folder)
     if count == 0:
-        reasons = ", ".join(f"{number:,} {reason}" for reason, number in log.dropped.items()) or (
-            "none was found"
-        )
-        raise UserError(f"--source {corpus.source}: no document is left ({reasons})")
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in log.dropped.items())
+        what = reasons or "none was found"
+        raise UserError(f"--source {corpus.source}: no document is left ({what})")
     return {"documents": count, **vars(log)}
 
 
@@ -258,10 +224,8 @@ def split_documents(documents, shares: dict[str, float], seed: int) -> dict:
         sides[name] = choose(ids, share, seed, name, exclude=sum(sides.values(), []))
     sides["train"] = sorted(set(range(len(ids))).difference(*sides.values()))
     if not sides["train"]:
-        raise UserError(
-            f"the corpus has {len(ids)} document(s), which leaves none to train on; "
-            "use --split_by block"
-        )
+        what = f"the corpus has {len(ids)} document(s), which leaves none to train on"
+        raise UserError(f"{what}; use --split_by block")
     return {name: documents.select(positions) for name, positions in sides.items()}
 
 

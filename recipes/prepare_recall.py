@@ -79,16 +79,11 @@ def main(argv: list[str] | None = None) -> None:
     for name, split in manifest["splits"].items():
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in split["rows_by_kind"].items())
         counted = sum(split["counted_tokens"].values())
-        print(
-            f"{name}: {split['blocks']:,} rows ({kinds}), {counted:,} of {split['tokens']:,} "
-            "tokens are learned"
-        )
+        learned = f"{counted:,} of {split['tokens']:,} tokens are learned"
+        print(f"{name}: {split['blocks']:,} rows ({kinds}), {learned}")
     print(f"{out}: {manifest['wall_seconds']} s")
-    data = shlex.quote(options.out)
-    print(
-        f"next: python recipes/train.py --config recipes/configs/recall.yaml --data {data} "
-        "--out runs/recall"
-    )
+    words = f"--config recipes/configs/recall.yaml --data {shlex.quote(options.out)}"
+    print(f"next: python recipes/train.py {words} --out runs/recall")
 
 
 def read_source(data: Path) -> dict:
@@ -96,18 +91,12 @@ def read_source(data: Path) -> dict:
     from support.stages import read_manifest
 
     manifest = read_manifest(data)
-    if (
-        manifest["options"]["split_by"] != "document"
-        or manifest["splits"]["validation"]["blocks"] == 0
-    ):
-        raise UserError(
-            f"--data: {data} has no validation documents; prepare it with --split_by "
-            "document and --validation"
-        )
-    if "prepared_from" in manifest["options"]:
-        raise UserError(
-            f"--data: {data} holds recall rows itself; give {manifest['options']['prepared_from']}"
-        )
+    options, blocks = manifest["options"], manifest["splits"]["validation"]["blocks"]
+    if options["split_by"] != "document" or blocks == 0:
+        how = "prepare it with --split_by document and --validation"
+        raise UserError(f"--data: {data} has no validation documents; {how}")
+    if "prepared_from" in options:
+        raise UserError(f"--data: {data} holds recall rows itself; give {options['prepared_from']}")
     return manifest
 
 
@@ -126,39 +115,26 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
     tokenizer = read_tokenizer(data)
 
     def copy_tokenizer(folder: Path) -> dict:
-        shutil.copytree(
-            data / "tokenizer",
-            folder,
-            dirs_exist_ok=True,
-            ignore=shutil.ignore_patterns("stage.json"),
-        )
+        own = shutil.ignore_patterns("stage.json")
+        shutil.copytree(data / "tokenizer", folder, dirs_exist_ok=True, ignore=own)
         return source["tokenizer"]
 
-    files = [
-        file
-        for file in stages.state_of_files(str(data / "tokenizer"))
-        if not file[0].endswith("stage.json")
-    ]
+    states = stages.state_of_files(str(data / "tokenizer"))
+    files = [state for state in states if not state[0].endswith("stage.json")]
     record["tokenizer"] = preparation.run_stage(out / "tokenizer", {"files": files}, copy_tokenizer)
 
     def build(split: str, settings: dict, folder: Path) -> dict:
         rows = make_rows(tokenizer, read_rows(data / split).reshape(-1), split=split, **settings)
         return write_rows(rows, settings["rows"], options.context, folder)
 
-    same = {
-        name: getattr(options, name)
-        for name in ("context", "questions", "answers_only", "language", "seed")
-    }
+    names = ("context", "questions", "answers_only", "language", "seed")
+    same = {name: getattr(options, name) for name in names} | {"shares": shares}
     for split, rows in (("train", options.rows), ("validation", options.validation_rows)):
-        settings = {**same, "shares": shares, "rows": rows}
-        identity = {
-            **settings,
-            "text": source["splits"][split]["sha256"],
-            "tokenizer": record["tokenizer"]["key"],
-        }
-        record[split] = preparation.run_stage(
-            out / split, identity, functools.partial(build, split, settings)
-        )
+        settings = {**same, "rows": rows}
+        identity = settings | {"text": source["splits"][split]["sha256"]}
+        identity["tokenizer"] = record["tokenizer"]["key"]
+        make = functools.partial(build, split, settings)
+        record[split] = preparation.run_stage(out / split, identity, make)
     with stages.new_file(out / "validation_documents.jsonl") as part:
         shutil.copyfile(data / "validation_documents.jsonl", part)
     return preparation.write_manifest(

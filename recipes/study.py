@@ -149,10 +149,8 @@ def run_study(options: Options, study: dict, tasks, out: Path) -> None:
     failed = [run for run in tasks.outcomes if run["status"] == FAILED]
     if failed:
         lines = [f"\n  {run['name']}: {run['reason']} ({tasks.log(run['name'])})" for run in failed]
-        raise UserError(
-            f"{len(failed)} of {len(tasks.outcomes)} runs failed, the same command tries again:"
-            + "".join(lines)
-        )
+        what = f"{len(failed)} of {len(tasks.outcomes)} runs failed, the same command tries again:"
+        raise UserError("".join([what, *lines]))
 
 
 if __name__ == "__main__":

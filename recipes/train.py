@@ -41,16 +41,12 @@ class RunOptions:
         None, "Optimiser steps. The first end reached counts.", greater_than=0
     )
     separate_documents: bool = option(
-        False,
-        "Keep the documents of a row apart: positions begin again after each end-of-text token, "
-        "which neither attention nor memory crosses.",
-        group="data",
+        False, "Neither attention nor memory goes beyond an end-of-text token.", group="data"
     )
     dilute_with: str | None = option(
         None,
-        "infini, linear rule: a folder of plain text made by recipes/prepare.py with the same "
-        "tokenizer. Each training row begins with the memory of one of its rows, up to "
-        "--dilute_up_to times as heavy, so that short rows train what long texts need.",
+        "infini, linear rule: a prepared folder of plain text with the same tokenizer. Rows begin "
+        "with the memory of one of its rows, made heavier: short rows then train for long texts.",
     )
     dilute_up_to: float = option(
         32.0, "--dilute_with: the largest factor; they are log-uniform.", at_least=1, rare=True
@@ -60,8 +56,7 @@ class RunOptions:
     )
     context_parallel_size: int | None = option(
         None,
-        "infini: processes that share each row, each computing the tokens of a part: for rows too "
-        "long for one device; default: 1.",
+        "infini: processes that share each row, for rows too long for one device; default: 1.",
         greater_than=0,
         rare=True,
         group="machine",
@@ -72,8 +67,7 @@ class RunOptions:
     )
     report_to: list[str] = option(
         ["none"],
-        "Trackers that receive losses, learning rate and gates: none, or any of tensorboard (files "
-        "in OUT/runs), trackio, wandb, mlflow, …",
+        "Trackers: tensorboard (files in OUT/runs), trackio, wandb, mlflow, …",
         group="output",
     )
 
@@ -223,22 +217,13 @@ def main(argv: list[str] | None = None) -> None:
             files = checksums(part)
         tokens, seconds = arguments.max_steps * tokens_per_step, lines[-1]["seconds"]
         files |= checksums(out, [out / run_folder.OPTIONS, out / run_folder.METRICS])
-        result = {
-            "cross_entropy": validated["cross_entropy"],
-            "perplexity": validated["perplexity"],
-            "validation_tokens": validated["tokens"],
-            "tokens": tokens,
-            "steps": arguments.max_steps,
-            "parameters": model.num_parameters(),
-            "seconds": round(seconds, 1),
-            "tokens_per_second": round(tokens / seconds, 1),
-            **measurement.peak_memory(),
-            "seed": run.seed,
-            "gates": gates,
-            "data_fingerprint": fingerprint,
-            "options": options,
-            **measurement.environment(),
-        }
+        result = {name: validated[name] for name in ("cross_entropy", "perplexity")}
+        result |= {"validation_tokens": validated["tokens"], "tokens": tokens}
+        result |= {"steps": arguments.max_steps, "parameters": model.num_parameters()}
+        result |= {"seconds": round(seconds, 1), "tokens_per_second": round(tokens / seconds, 1)}
+        result |= {**measurement.peak_memory(), "seed": run.seed, "gates": gates}
+        result |= {"data_fingerprint": fingerprint, "options": options}
+        result |= measurement.environment()
         # the last file: it says that the run is finished
         write_json(out / "result.json", sealed(result, files))
     print(console.ending(out, data, result))

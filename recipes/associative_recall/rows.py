@@ -52,9 +52,8 @@ class Rows:
 
     def to(self, device) -> "Rows":
         """The rows on a device, as 64-bit integers."""
-        return Rows(
-            *(tensor.to(device, torch.int64) for tensor in (self.inputs, self.places, self.values))
-        )
+        tensors = (self.inputs, self.places, self.values)
+        return Rows(*(tensor.to(device, torch.int64) for tensor in tensors))
 
 
 def read_parts(texts: Sequence[str], option: str, vocabulary: int) -> list[Part]:
@@ -63,10 +62,8 @@ def read_parts(texts: Sequence[str], option: str, vocabulary: int) -> list[Part]
     parts = []
     for text in texts:
         if not re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8}){2}", text):
-            raise UserError(
-                f"--{option} {text}: give LENGTHxPAIRSxROWS, three numbers of at least 1, such as "
-                "64x4x1000"
-            )
+            what = "give LENGTHxPAIRSxROWS, three numbers of at least 1"
+            raise UserError(f"--{option} {text}: {what}, such as 64x4x1000")
         part = Part(*map(int, text.split("x")))
         if part.length % 2 or 4 * part.pairs > part.length or part.length >= vocabulary:
             raise UserError(

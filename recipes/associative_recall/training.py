@@ -38,15 +38,10 @@ def train(
     rate: float,
     file: Path,
 ):
-    """Trains to the end, from the state in `file` where there is one. Returns a dict for each
-    epoch: `epoch`, `loss` (the mean over its steps), `tokens` and `seconds` so far, and what
-    [`evaluate`] finds.
-
-    A run whose loss is not finite has `loss` None, and ends.
-
-    Args:
-        options: of recipes/mqar.py; rate: the learning rate of the first epoch.
-    """
+    """Trains to the end, from the state in `file` where there is one, with the options of
+    recipes/mqar.py and `rate`, the learning rate of the first epoch. Returns a dict for each epoch:
+    `epoch`, `loss` (the mean over its steps, None where it is not finite: the run ends), `tokens`
+    and `seconds` so far, and what [`evaluate`] finds."""
     device = model.embedding.weight.device
     batches = [batch for rows in training for batch in rows.batches(options.batch_size)]
     tokens = sum(batch.inputs.numel() for batch in batches)
@@ -120,14 +115,11 @@ def evaluate(model: Recaller, tests: Sequence[tuple[Part, Rows]]) -> dict:
 
 
 def summarize(shares: Tensor) -> dict:
-    """`rows`, their mean `accuracy`, and its 95 % interval, `low` to `high`.
+    """`rows`, their mean `accuracy`, and its 95 % interval, `low` to `high`, of the share of right
+    answers in each row.
 
     The answers of a row depend on each other: it is Wilson's interval of as many independent
-    answers as would vary as much, or, where rows do not vary, of one answer for each.
-
-    Args:
-        shares: of each row's questions, the share with a right answer.
-    """
+    answers as would vary as much, or, where rows do not vary, of one answer for each."""
     rows, accuracy = len(shares), shares.mean().item()
     variance = shares.var(correction=0).item() / rows
     count = accuracy * (1 - accuracy) / variance if variance else rows

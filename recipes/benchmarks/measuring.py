@@ -38,16 +38,10 @@ def seconds_of(run: Work, device: str, repeats: int = 1) -> float:
 def alternate(
     runs: Mapping[str, Work], rounds: int, device: str, seed: int = 0, sample_seconds: float = 0.0
 ) -> dict[str, list[float]]:
-    """Seconds per run of each contestant, a value for each round.
+    """Seconds per run of each contestant by its name, a value for each round.
 
     Every round takes all of them in a new random order. Before the first they run twice to warm up.
-
-    Args:
-        runs: name → one run.
-        rounds: at least 1.
-        sample_seconds: quick runs are repeated until a value stands for about so much time (0:
-            never repeated).
-    """
+    Quick runs are repeated until a value stands for about `sample_seconds` (0: never repeated)."""
     for run in runs.values():
         run()
     repeats = {

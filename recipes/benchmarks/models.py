@@ -6,15 +6,9 @@ attention on a CPU falls back to a slow way.
 from collections.abc import Callable
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    StaticCache,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers.cache_utils import StaticCache
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from evaluation.inference import read_in_chunks
 from hf_infini import patch_model

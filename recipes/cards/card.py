@@ -90,10 +90,8 @@ def losses(run: Run) -> str:
     table = markdown_table(["text", "tokens", "cross-entropy", "perplexity"], cells, left=1)
     text = "Cross-entropy in nats per token over all predicted tokens, perplexity its exponential."
     if asked := exercises(run):
-        text += (
-            f" The rows of {run.data} are exercises of recall ({asked}): their numbers say "
-            "nothing of running text."
-        )
+        text += f" The rows of {run.data} are exercises of recall ({asked}): their numbers say"
+        text += " nothing of running text."
     return f"{table}\n\n{text} Measured on {measured_on(run.result, *run.of_task('perplexity'))}."
 
 

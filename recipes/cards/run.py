@@ -22,12 +22,10 @@ class Run:
 
     Attributes:
         config, result: config.json and result.json of recipes/train.py.
-        manifest: of the data, by recipes/prepare.py or prepare_recall.py; None where the data are
-            not at hand.
+        manifest: of the data, by prepare.py or prepare_recall.py; None where it is not at hand.
         evaluations: of recipes/evaluate_model.py.
-        earlier: name and result of the runs that this one was continued from, the first one first;
-            a result is None where the run is no longer there.
-    """
+        earlier: name and result of the runs that this one was continued from, the first one
+            first; a result is None where the run is no longer there."""
 
     config: dict
     result: dict

@@ -15,26 +15,12 @@ from pathlib import Path
 
 from .errors import NotPossible, UserError, describe, exit_on_error, one_line
 
-__all__ = [
-    "NotPossible",
-    "UserError",
-    "describe",
-    "exit_on_error",
-    "needed",
-    "one_line",
-    "option",
-    "parse_options",
-    "parse_yaml",
-    "read_yaml",
-]
+__all__ = ["NotPossible", "UserError", "describe", "exit_on_error", "needed", "one_line", "option"]
+__all__ += ["parse_options", "parse_yaml", "read_yaml"]
 
 # What an option's metadata may demand of its number, or of each in its list
-BOUNDS = {
-    "at_least": operator.ge,
-    "greater_than": operator.gt,
-    "at_most": operator.le,
-    "below": operator.lt,
-}
+BOUNDS = {"at_least": operator.ge, "greater_than": operator.gt}
+BOUNDS |= {"at_most": operator.le, "below": operator.lt}
 SEED = {"at_least": 0, "at_most": 2**32 - 1}  # NumPy's generators take no other
 ADAPTER = (
     "Adapter of hf-infini fit or finetune_lora.py to put on --model: a folder or a name on the Hub."
@@ -66,8 +52,7 @@ def parse_options(
     both, and a given flag wins.
 
     Args:
-        option_classes: dataclasses; each field is an option, its `metadata["help"]` the help text
-            (with the unit).
+        option_classes: dataclasses; each field is an option.
         description: shown by `--help`, usually the recipe's docstring.
         argv: the arguments without the program's name; `None` reads `sys.argv`.
 
@@ -83,9 +68,8 @@ def parse_options(
     file_name = parser.config_in(argv)
     if file_name is not None:
         argv = _flags_of_file(file_name, parser.takes_lists) + argv
-    *options, _, unknown = parser.parse_args_into_dataclasses(
-        argv, return_remaining_strings=True, look_for_args_file=False
-    )
+    how = {"return_remaining_strings": True, "look_for_args_file": False}
+    *options, _, unknown = parser.parse_args_into_dataclasses(argv, **how)
     if unknown:
         parser.error(f"unrecognised arguments: {' '.join(unknown)}")
     for group in options:
@@ -96,9 +80,8 @@ def parse_options(
 def bounds_in_words(metadata) -> str:
     """The bounds in an option's metadata, as a sentence has them: "at least 0 and below 1"; ""
     where there are none."""
-    return " and ".join(
-        f"{name.replace('_', ' ')} {metadata[name]}" for name in BOUNDS if name in metadata
-    )
+    given = [name for name in BOUNDS if name in metadata]
+    return " and ".join(f"{name.replace('_', ' ')} {metadata[name]}" for name in given)
 
 
 def _check(options) -> None:
@@ -110,9 +93,10 @@ def _check(options) -> None:
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            if not math.isfinite(value) or not all(
-                BOUNDS[name](value, bounds[name]) for name in BOUNDS if name in bounds
-            ):
+            kept = [
+                is_kept(value, bounds[name]) for name, is_kept in BOUNDS.items() if name in bounds
+            ]
+            if not (math.isfinite(value) and all(kept)):
                 wanted = bounds_in_words(bounds) or "a finite number"
                 raise UserError(f"--{described.name} must be {wanted}, got {value}")
 

@@ -8,9 +8,7 @@ from . import SEED, needed, option
 @dataclass
 class CorpusOptions:
     source: str = needed(
-        "A path (Carolina tree, text, JSON, CSV, parquet), a dataset's name on "
-        "the Hub, or 'biographies' (makes them).",
-        group="corpus",
+        "A path, a dataset's name on the Hub, or 'biographies' (makes them).", group="corpus"
     )
     encoding: str = option(
         "utf-8", "Encoding of text, JSON, CSV and XML, as Python names it: utf-16, latin-1, cp1252."
@@ -32,7 +30,7 @@ class CorpusOptions:
     )
     prose_filter: bool = option(
         False,
-        "Keep running prose only: from --prose_host, --prose_min_characters long, half of it in "
+        "Keep running prose only: of --prose_host, --prose_min_characters long, half of it in "
         "paragraphs of 80 characters or more; near-duplicates are removed.",
         group="choice of documents",
     )
@@ -42,14 +40,9 @@ class CorpusOptions:
     prose_min_characters: int = option(
         1000, "Prose filter: the shortest document, in characters.", at_least=0
     )
-    drop_duplicates: bool = option(
-        False, "Keep only the first of documents whose texts are exactly the same."
-    )
+    drop_duplicates: bool = option(False, "Keep the first of documents with the same text.")
     fraction: float = option(
-        1.0,
-        "Share of the documents to use; a smaller one is a part of a larger.",
-        greater_than=0,
-        at_most=1,
+        1.0, "Share of the documents; a smaller is part of a larger.", greater_than=0, at_most=1
     )
     max_documents: int | None = option(
         None, "Stop reading after so many documents, in the corpus's order.", at_least=1

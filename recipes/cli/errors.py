@@ -26,14 +26,11 @@ class NotPossible(UserError):
 
 def exit_on_error(when_stopped: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator of a recipe's `main`: whatever ends it early becomes one line on standard error and
-    an exit status.
-
-    1 is the status of an error, 130 that of Ctrl-C, as shells have them. `--traceback` among the
-    arguments shows where an error comes from.
+    an exit status, 1 after an error, 130 after Ctrl-C. `--traceback` among the arguments shows
+    where an error comes from.
 
     Args:
-        when_stopped: what Ctrl-C leaves, and how to go on: "the same command goes on from here".
-    """
+        when_stopped: what Ctrl-C leaves, and how to go on: "the same command goes on from here"."""
 
     def decorate(main: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(main)
@@ -68,13 +65,10 @@ def describe(error: Exception) -> str:
         return ending.one_line(error)[1].removeprefix("error: ")
     if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
         return f"{error.name} is not installed: pip install 'hf-infini[recipes]'"
-    if isinstance(error, OSError) and error.filename is not None:
-        return (
-            f"{error.strerror}: "
-            f"{' -> '.join(str(name) for name in (error.filename, error.filename2) if name)}"
-        )
-    if isinstance(error, OSError) and error.strerror:  # of an open file, as when a disk is full
-        return error.strerror
+    if isinstance(error, OSError) and error.strerror:
+        # none of an open file, as when a disk is full
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        return f"{error.strerror}: {' -> '.join(names)}" if names else error.strerror
     return f"{type(error).__name__}: {one_line(error)} ({TRACEBACK} shows where)"
 
 

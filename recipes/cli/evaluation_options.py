@@ -18,14 +18,12 @@ class EvaluationOptions:
         "validation", "--data: the held-out rows or documents to read."
     )
     text: str | None = option(
-        None,
-        "Text file (one document), or JSON, CSV, parquet (one per row, field text). Or --data.",
+        None, "Text file, or JSON, CSV, parquet (one text per row, field text). Or --data."
     )
     min_characters: int = option(0, "Leave out documents shorter than this.", at_least=0)
     depths: list[float] = option(
         [5],
-        "passkey: shares of the text before the number, 0 to 1; one number from 2 on: so many, "
-        "evenly spaced.",
+        "passkey: shares of the text before the number; one number from 2 on: so many, even ones.",
         at_least=0,
         at_most=1000,
         group="passkeys and facts",
@@ -36,9 +34,7 @@ class EvaluationOptions:
     seed: int = option(0, "passkey, facts: seed of the examples.", **SEED)
     batch_size: int = option(4, "Rows per call of the model.", at_least=1, group="machine")
     precision: Literal["float32", "bf16"] = option(
-        "float32",
-        "Of weights and calculations; bf16, in which models are served, is faster where it is "
-        "native.",
+        "float32", "Of weights and calculations; bf16, in which models are served, is faster."
     )
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
 

@@ -24,13 +24,13 @@ _OPTIONS, _OF_SCRATCH = (
     runpy.run_path(str(_FOLDER / f"{name}.py")) for name in ("options", "models/scratch/options")
 )
 UPDATE_RULES, KEEP_SCORES = _OPTIONS["UPDATE_RULES"], _OPTIONS["KEEP_SCORES"]
-MEMORY, SCRATCH = (
-    tuple(entry.name for entry in fields(kind))
-    for kind in (_OPTIONS["MemoryOptions"], _OF_SCRATCH["ScratchOptions"])
-)
-_SCRATCH_ATTENTION = _OF_SCRATCH["ScratchOptions"].__annotations__["attention"]
+_MEMORY, _SCRATCH = _OPTIONS["MemoryOptions"], _OF_SCRATCH["ScratchOptions"]
+MEMORY, SCRATCH = (tuple(entry.name for entry in fields(kind)) for kind in (_MEMORY, _SCRATCH))
 # What --attention may be; the first is the default. Every other check is the configuration's own.
-ATTENTIONS = {"gpt2": ("infini", "self"), "causal_mha": typing.get_args(_SCRATCH_ATTENTION)}
+ATTENTIONS = {
+    "gpt2": ("infini", "self"),
+    "causal_mha": typing.get_args(_SCRATCH.__annotations__["attention"]),
+}
 SIZES = ("n_layer", "n_embd", "n_head")
 # of the memory's options, in --help
 SHOWN = ("segment_length", "local_segments", "update_rule", "memory_conv")
@@ -49,14 +49,14 @@ class MainOptions:
     attention: Literal[tuple(sorted({*ATTENTIONS["gpt2"], *ATTENTIONS["causal_mha"]}))] | None = (
         option(
             None,
-            "gpt2: self or infini, default infini. causal_mha: global, local, infini or none, "
-            "default global.",
+            "gpt2: self or infini (the default). causal_mha: global (the default), local, infini "
+            "or none.",
         )
     )
     init_from: str | None = option(
         None,
-        "Model folder to start from; what is not given below stays as it is there. gpt2 "
-        "infini also starts from a plain gpt2. Default: random weights.",
+        "Model folder to start from; what is not given below stays as it is there. gpt2 infini "
+        "also starts from a plain gpt2. Default: random weights.",
     )
     n_layer: int | None = option(None, "Layers; default: 4.")
     n_embd: int | None = option(None, "Width; default: 256.")
@@ -66,9 +66,8 @@ class MainOptions:
     )
     position_encoding: str | None = option(
         None,
-        "What tells positions apart: learned (up to the context, the default), rope "
-        "(rotary: any length), or another that the model has, see docs/options.md and "
-        "docs/notes/from-scratch.md.",
+        "learned (up to the context, the default), rope (rotary: any length), or another that the "
+        "model has, see docs/options.md and docs/notes/from-scratch.md.",
     )
 
 
@@ -76,22 +75,21 @@ def help_texts(options: type) -> dict[str, str]:
     """The help text of each option of a class by name: in its docstring, the text below ``name
     (`type`, …):``; and the limits of a number."""
     entry = r"^        (\w+) \(`[^\n]*\):\n((?:            [^\n]*\n)+)"
-    texts = {
-        name: " ".join(text.split())
-        for name, text in re.findall(entry, options.__doc__ or "", re.MULTILINE)
-    }
     ranges = {entry.name: _OPTIONS["in_words"](entry.metadata) for entry in fields(options)}
-    return {
-        name: f"{text} {ranges[name].capitalize()}." if ranges.get(name) else text
-        for name, text in texts.items()
-    }
+    texts = {}
+    for name, text in re.findall(entry, options.__doc__ or "", re.MULTILINE):
+        words = text.split() + ([f"{ranges[name].capitalize()}."] if ranges.get(name) else [])
+        texts[name] = " ".join(words)
+    return texts
 
 
-def _optional(kind: type, group: str, shown: tuple[str, ...]) -> list[tuple]:
-    """The options of a class of hf_infini as fields that may be left out (None); the parser takes
-    numbers as floats."""
+def _optional(kind: type, group: str, shown: tuple[str, ...] = ()) -> list[tuple]:
+    """The options of a class of hf_infini as fields that may be left out (None), but for those of
+    `MainOptions`; the parser takes numbers as floats."""
     texts, kinds, made = help_texts(kind), typing.get_type_hints(kind), []
     for entry in fields(kind):
+        if entry.name in MainOptions.__dataclass_fields__:
+            continue
         alternatives = set(typing.get_args(kinds[entry.name])) - {types.NoneType}
         one = kinds[entry.name]
         if isinstance(one, types.UnionType):
@@ -104,21 +102,13 @@ def _optional(kind: type, group: str, shown: tuple[str, ...]) -> list[tuple]:
     return made
 
 
+_DOC = "What was given; `None` is the configuration's default or what it has in `--init_from`."
 ModelOptions = make_dataclass(
     "ModelOptions",
-    _optional(_OPTIONS["MemoryOptions"], "memory (--attention infini)", SHOWN)
-    + [
-        entry
-        for entry in _optional(
-            _OF_SCRATCH["ScratchOptions"], "model from scratch (--model causal_mha)", ()
-        )
-        if entry[0] not in MainOptions.__dataclass_fields__
-    ],
+    _optional(_MEMORY, "memory (--attention infini)", SHOWN)
+    + _optional(_SCRATCH, "model from scratch (--model causal_mha)"),
     bases=(MainOptions,),
-    namespace={
-        "__doc__": "What was given; `None` is the configuration's default or what it has "
-        "in `--init_from`."
-    },
+    namespace={"__doc__": _DOC},
 )
 
 
@@ -139,14 +129,12 @@ def build_config(options: ModelOptions, tokenizer, context: int):
     refused.
 
     Args:
-        options: what was given.
         tokenizer: of the data; sets the vocabulary, and the ids of its special tokens.
         context: tokens per row; sets the positions, and the default of segments and windows: an
             eighth.
 
     Raises UserError when the options do not go together, or not with the model folder that they
-    start from.
-    """
+    start from."""
     from transformers import GPT2Config
 
     from hf_infini import CausalMHAConfig, InfiniGPT2Config
@@ -161,26 +149,18 @@ def build_config(options: ModelOptions, tokenizer, context: int):
             f"{', '.join(ATTENTIONS[family])}"
         )
     given = given_options(options, (*SIZES, *MEMORY, *SCRATCH))
-    for name in (
-        given.keys() - {*SIZES, *MEMORY, "attention", "position_encoding"}
-        if family == "gpt2"
-        else ()
-    ):
+    own = {*SIZES, *MEMORY, "attention", "position_encoding"}
+    if family == "gpt2" and (others := given.keys() - own):
         raise NotPossible(
-            f"--{name} belongs to --model causal_mha and does nothing with --model "
-            "gpt2: leave it out"
+            f"--{min(others)} belongs to --model causal_mha and does nothing with --model gpt2: "
+            "leave it out"
         )
     start = {} if options.init_from is None else _config_of(options, tokenizer)
     values = {"n_layer": 4, "n_embd": 256, "n_head": 4, "position_encoding": "learned"}
-    values |= {
-        "vocab_size": len(tokenizer),
-        "n_positions": context,
-        "attention": ATTENTIONS[family][0],
-    }
-    values |= start | given
-    values |= {
-        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-    }
+    values |= {"vocab_size": len(tokenizer), "n_positions": context}
+    values |= {"attention": ATTENTIONS[family][0]} | start | given
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        values[name] = getattr(tokenizer, name)
     values["tokenizer_sha256"] = fingerprint(tokenizer)  # load_tokenizer refuses another one
 
     # An option that needs another one is refused where it was given, and dropped where --init_from
@@ -205,12 +185,11 @@ def build_config(options: ModelOptions, tokenizer, context: int):
         values |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options.dropout)
         config_class = GPT2Config if values.pop("attention") == "self" else InfiniGPT2Config
         if config_class is GPT2Config:
-            position_encoding = values.pop("position_encoding")
-            if position_encoding != "learned":
+            if (encoding := values.pop("position_encoding")) != "learned":
                 raise NotPossible(
-                    f"--position_encoding {position_encoding}, but GPT-2's self-attention has "
-                    "learned positions only: leave it out, or take --model causal_mha --attention "
-                    "global, which has others"
+                    f"--position_encoding {encoding}, but GPT-2's self-attention has learned "
+                    "positions only: leave it out, or take --model causal_mha --attention global, "
+                    "which has others"
                 )
             # of what is learned to be predicted, which the recipe sees to
             values.pop("mask_special_tokens", None)
@@ -222,11 +201,8 @@ def build_config(options: ModelOptions, tokenizer, context: int):
         raise NotPossible(f"--n_head {config.n_head} does not divide --n_embd {config.n_embd}")
     limit = context_limit(config)
     if limit is not None and limit < context:
-        other = (
-            "--attention infini --position_encoding segment"
-            if family == "gpt2"
-            else ("--position_encoding rope")
-        )
+        other = "--attention infini --position_encoding segment"
+        other = other if family == "gpt2" else "--position_encoding rope"
         raise UserError(
             f"--init_from: {options.init_from} has {limit} positions, the data's rows {context} "
             f"tokens: prepare shorter rows, or use {other}"
@@ -236,13 +212,8 @@ def build_config(options: ModelOptions, tokenizer, context: int):
 
 def build_model(config, init_from: str | None):
     """The model of a configuration: with random weights, or in float32 with those of a model
-    folder.
-
-    Where the folder's model has a shorter convolution, the taps that it does not have start at
-    zero.
-
-    Raises UserError when the folder's model is damaged.
-    """
+    folder, whose convolution may be shorter: the taps that it does not have start at zero.
+    UserError when that model is damaged."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -284,40 +255,35 @@ def _read_config(folder: str):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # nobody knows what all of transformers raises for what a file may hold
     except Exception as error:
-        raise UserError(
-            f"--init_from: cannot read {folder}/config.json: {one_line(error)[:200]}"
-        ) from error
+        what = one_line(error)[:200]
+        raise UserError(f"--init_from: cannot read {folder}/config.json: {what}") from error
 
 
 def _config_of(options: ModelOptions, tokenizer) -> dict:
     """The entries of the configuration in `--init_from`, after the checks that need no other."""
     from hf_infini.models.loading import fingerprint
 
-    folder = options.init_from
+    folder, fitting = options.init_from, [options.model]
     if not (Path(folder) / "config.json").is_file():
         raise UserError(
             f"--init_from: {folder} holds no config.json; give the folder of a saved model"
         )
-    config = _read_config(folder)
-    wanted = f"--model {options.model}"
-    fitting = [options.model]
+    config, wanted = _read_config(folder), f"--model {options.model}"
     if options.model == "gpt2":
         wanted += f" --attention {options.attention or 'infini'}"
         fitting += [] if options.attention == "self" else ["infini_gpt2"]
     if config.model_type not in fitting:
         raise UserError(
-            f"--init_from: {folder} is a {config.model_type} model, {wanted} starts "
-            f"from {' or '.join(fitting)}"
+            f"--init_from: {folder} is a {config.model_type} model, {wanted} starts from "
+            f"{' or '.join(fitting)}"
         )
     if config.vocab_size < len(tokenizer):
         raise UserError(
             f"--init_from: {folder} knows {config.vocab_size} tokens, the data has {len(tokenizer)}"
         )
     if getattr(config, "tokenizer_sha256", None) not in (None, fingerprint(tokenizer)):
-        raise UserError(
-            f"--init_from: {folder} was trained with another tokenizer: prepare the "
-            "data with that one"
-        )
+        what = "was trained with another tokenizer"
+        raise UserError(f"--init_from: {folder} {what}: prepare the data with that one")
     # of the folder's class and its last use
     own = ("model_type", "architectures", "auto_map", "use_cache")
     return {name: value for name, value in config.to_dict().items() if name not in own}

@@ -19,8 +19,7 @@ def check_name(option: str, name: str) -> None:
     if is_path and not os.path.exists(name):
         raise UserError(
             f"{option}: there is no folder {name}; give the folder of a saved model, or a name on "
-            "the Hub, NAME or USER/NAME (USER/… is taken for a path where USER is runs or a "
-            "folder here)"
+            "the Hub, NAME or USER/NAME (USER/… is a path where USER is runs or a folder here)"
         )
 
 

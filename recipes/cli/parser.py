@@ -34,62 +34,40 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
     def _format_action_invocation(self, action: argparse.Action) -> str:
         """Without the spelling that has hyphens for the underscores, which is understood but
         nowhere used."""
-        shown = copy.copy(action)
-        shown.option_strings = [
-            name for name in action.option_strings if "-" not in name.removeprefix("--")[1:]
-        ]
+        shown, names = copy.copy(action), action.option_strings
+        shown.option_strings = [name for name in names if "-" not in name.removeprefix("--")[1:]]
         return super()._format_action_invocation(shown)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return (
-            action.help
-            if action.default in (None, [], argparse.SUPPRESS)
-            else super()._get_help_string(action)
-        )
+        says_it = action.default in (None, [], argparse.SUPPRESS)
+        return action.help if says_it else super()._get_help_string(action)
 
 
 class OptionParser(HfArgumentParser):
     """transformers' parser with a group of options wherever a field's metadata names one:
-    `option(…, group="data")`.
-
-    A field without a name belongs to the group of the field before it. A group may have fields of
-    several classes. `--help` leaves out the options whose metadata says `rare`, `--help_all` shows
-    them.
-
-    Args:
-        option_classes: dataclasses; each field is an option.
-        description: what `--help` shows above the options, usually the recipe's docstring.
-        show_all: whether the help texts of rare options are shown.
+    `option(…, group="data")`; a field without a name belongs to the group of the field before it. A
+    group may have fields of several classes. `--help` leaves out the options whose metadata says
+    `rare`, `--help_all` (`show_all`) shows them.
 
     Attributes:
-        takes_lists: by the name of each option of the dataclasses, whether it takes several values.
-    """
+        takes_lists: by the name of each option, whether it takes several values."""
 
     def __init__(self, option_classes: Sequence[type], description: str, show_all: bool = False):
         self._groups: dict[str, argparse._ArgumentGroup] = {}
         self._show_all, self._some_are_rare = show_all, False
-        super().__init__(
-            option_classes,
-            description=description,
-            allow_abbrev=False,
-            add_help=False,
-            formatter_class=Help,
-        )
+        how = {"allow_abbrev": False, "add_help": False, "formatter_class": Help}
+        super().__init__(option_classes, description=description, **how)
         self.takes_lists = {action.dest: action.nargs in ("+", "*") for action in self._actions}
         general = self.group(GENERAL)
         general.add_argument("-h", "--help", action="help", help="Show this and exit.")
         if self._some_are_rare:
-            general.add_argument(
-                "--help_all", action="help", help="The same with the options that are rarely given."
-            )
+            rare = "The same with the options that are rarely given."
+            general.add_argument("--help_all", action="help", help=rare)
         general.add_argument("--config", **CONFIG)
         general.add_argument(TRACEBACK, action="store_true", help="Show where an error comes from.")
-        needed = [
-            f"{action.option_strings[0]} {action.dest.upper()}"
-            for action in self._actions
-            if action.required
-        ]
-        self.usage = " ".join(["%(prog)s", *needed, "[options]"])
+        given = [action for action in self._actions if action.required]
+        words = [f"{action.option_strings[0]} {action.dest.upper()}" for action in given]
+        self.usage = " ".join(["%(prog)s", *words, "[options]"])
 
     def config_in(self, argv: Sequence[str]) -> str | None:
         """The value of `--config`, if it is given."""

@@ -24,14 +24,8 @@ SENTENCES = yaml.safe_load(
 
 @dataclass(frozen=True)
 class Person:
-    """An invented person.
-
-    Args:
-        name: first name and two surnames.
-        answers: the answer of every fact, by the fact's name.
-        words: fills the slots of the sentences that agree with the person.
-        birth_year: fills the slots of years.
-    """
+    """An invented person: `answers` by the fact's name, and what fills the slots of sentences,
+    `words` that agree with the person and years by the `birth_year`."""
 
     name: str
     answers: dict[str, str]
@@ -54,15 +48,9 @@ class Sentence:
 
 
 def biography_documents(count: int, seed: int = 0, distance: int = 6000) -> Iterator[Document]:
-    """Yields `count` biographies; number i depends on `seed`, i and `distance` only (and on Faker's
-    list of names).
-
-    Args:
-        count: how many.
-        seed: gives other people and other words.
-        distance: characters, at least, between a fact's statement and its return. An article is
-            about 3,000 longer.
-    """
+    """Yields `count` biographies, each about 3,000 characters longer than `distance`, the
+    characters, at least, between a fact's statement and its return. Number i depends on `seed`, i
+    and `distance` only (and on Faker's list of names)."""
     names = portuguese_names()
     for number in range(count):
         rng = random.Random(f"{seed}/{number}")
@@ -186,17 +174,18 @@ class _Slots(dict):
         self.rng, self.names, self.birth_year = rng, names, person.birth_year
 
     def __missing__(self, slot: str) -> str:
+        rng, born = self.rng, self.birth_year
         make = {
-            "year": lambda: str(self.birth_year + self.rng.randint(16, 68)),
-            "later": lambda: str(min(2020, self.birth_year + self.rng.randint(75, 120))),
-            "born": lambda: str(self.birth_year + self.rng.randint(-25, 30)),
-            "count": lambda: str(self.rng.randint(11, 97)),
-            "city": lambda: self.rng.choice(SENTENCES["cities"]),
-            "month": lambda: self.rng.choice(SENTENCES["months"]),
+            "year": lambda: str(born + rng.randint(16, 68)),
+            "later": lambda: str(min(2020, born + rng.randint(75, 120))),
+            "born": lambda: str(born + rng.randint(-25, 30)),
+            "count": lambda: str(rng.randint(11, 97)),
+            "city": lambda: rng.choice(SENTENCES["cities"]),
+            "month": lambda: rng.choice(SENTENCES["months"]),
             "man": lambda: _person(self.names, "m"),
             "woman": lambda: _person(self.names, "f"),
             "family": lambda: _surname(self.names),
-            "district": lambda: self.names.bairro(),
+            "district": self.names.bairro,
         }
         self[slot] = make[slot.rstrip("23")]()
         return self[slot]

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from tqdm.auto import tqdm
+
 from support.prepared import digest, open_rows
 
 from .documents import Document
@@ -15,7 +18,6 @@ from .tokenization import build_character_tokenizer, encode_texts, load_tokenize
 
 if TYPE_CHECKING:
     import datasets
-    import numpy as np
 
 DOCUMENTS = "documents.arrow"
 _FIELDS = ("id", "title", "source", "text")
@@ -81,7 +83,7 @@ def pack_rows(
     context: int,
     counts: Counter,
     max_tokens: int | None = None,
-) -> "Iterator[np.ndarray]":
+) -> Iterator[np.ndarray]:
     """Yields the rows of documents, [some, context] int32: one stream, an end-of-text token after
     each document, cut.
 
@@ -90,9 +92,6 @@ def pack_rows(
         context: tokens per row; a tail shorter than that is left out.
         counts: receives `documents`, `characters`, `stream_tokens` and `dropped_tail_tokens`.
         max_tokens: the stream ends after so many; `None`: with the last document."""
-    import numpy as np
-    from tqdm.auto import tqdm
-
     rest = np.empty(0, dtype=np.int32)
     texts = tqdm(documents["text"], desc="tokenising", unit="document", total=len(documents))
     for batch in _batches(texts, len):
@@ -115,11 +114,10 @@ def pack_rows(
 
 
 def write_rows(
-    batches: "Iterable[dict[str, np.ndarray]]", columns: Sequence[str], context: int, folder: Path
+    batches: Iterable[dict[str, np.ndarray]], columns: Sequence[str], context: int, folder: Path
 ) -> dict:
     """[`save_rows`] for rows that are made one batch after the other: an array [rows, context] for
     each column."""
-    import numpy as np
     import pyarrow as pa
     from datasets import Dataset, Features, List, Value
 
@@ -148,25 +146,16 @@ def save_rows(rows: "datasets.Dataset", folder: Path) -> dict:
     return {"blocks": len(rows), "tokens": tokens, "sha256": sha256}
 
 
-def read_rows(folder: Path, column: str = "input_ids") -> "np.ndarray":
+def read_rows(folder: Path, column: str = "input_ids") -> np.ndarray:
     """A column of a split of a prepared folder, [rows, context] int32."""
     rows = open_rows(folder.parent, folder.name)
     return rows.data.column(column).combine_chunks().flatten().to_numpy().reshape(len(rows), -1)
 
 
 def shuffle_blocks(count: int, shares: dict[str, float], seed: int) -> dict[str, "np.ndarray"]:
-    """Shuffles `count` block numbers, gives each held-out split its share, and what is left to
-    `"train"`.
-
-    Args:
-        count: how many blocks there are.
-        shares: of the held-out splits, by name, one block at least if it is above 0. They take
-            their blocks in this order, so that a split added after the others takes from training
-            only.
-        seed: of the shuffle.
-    """
-    import numpy as np
-
+    """Shuffles `count` block numbers, gives each held-out split its share (by name, one block at
+    least if it is above 0), and what is left to `"train"`. They take their blocks in this order, so
+    that a split added after the others takes from training only."""
     order, splits = np.random.default_rng(seed).permutation(count), {}
     for name, share in shares.items():
         held_out = max(1, round(share * count)) if share > 0 else 0

@@ -30,10 +30,8 @@ def read_carolina_shard(path: Path, name: str, encoding: str) -> list[Document]:
     found = enumerate(corpus.iter(f"{_TEI}TEI"))
     documents = [_carolina_document(tei, f"{name}:{number}") for number, tei in found]
     if not documents:
-        raise UserError(
-            f"{path}: holds no <TEI> document of the namespace {_TEI[1:-1]}; is it a Carolina "
-            "shard?"
-        )
+        what = f"holds no <TEI> document of the namespace {_TEI[1:-1]}"
+        raise UserError(f"{path}: {what}; is it a Carolina shard?")
     return documents
 
 

@@ -22,13 +22,9 @@ class Document:
     """One text of a corpus.
 
     Args:
-        text: the text itself.
         id: unique within the corpus and stable between runs: sampling and splitting go by it.
-        title: a title for people, or "".
-        source: where the text comes from (a URL or a file name), or "".
-        paragraphs: the source's own paragraphs where it marks them; `None` means the lines of
-            `text`.
-    """
+        title: a title for people; source: where the text comes from (a URL or a file name); or "".
+        paragraphs: the source's own where it marks them; `None` means the lines of `text`."""
 
     text: str
     id: str

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from .documents import Document, ReadingLog, url_host
 
 # a paragraph of prose has at least this many characters; headings and list items have fewer
@@ -81,8 +83,6 @@ def drop_near_duplicates(documents: Iterable[Document], log: ReadingLog) -> Iter
 
     Holds 64 hashes per kept document (0.25 kB, and about 1.5 kB of index), never the texts.
     """
-    import numpy as np
-
     # the hash functions, not a choice of documents: the same for every seed
     rng, one = np.random.default_rng(0), np.uint64(1)
     # Odd multipliers with a shift are the usual cheap family of hash functions on 64-bit integers.
@@ -91,7 +91,7 @@ def drop_near_duplicates(documents: Iterable[Document], log: ReadingLog) -> Iter
     signatures: list = []
     index: dict[bytes, list[int]] = {}
 
-    def signature_of(text: str) -> "np.ndarray":
+    def signature_of(text: str) -> np.ndarray:
         codes = (zlib.crc32(word.encode()) for word in text.lower().split())
         words = np.fromiter(codes, dtype=np.uint64)
         words = np.pad(words, (0, max(0, _SHINGLE_WORDS - len(words))))

@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from tqdm.auto import tqdm
+
 from cli import UserError, one_line
 from cli.corpus_options import CorpusOptions
 from support.stages import source_files
@@ -23,15 +25,9 @@ from .carolina import read_carolina_shard
 from .documents import Document, ReadingLog, inner_suffix, read_text, with_unix_ends
 from .selection import drop_near_duplicates, keep_distinct, keep_fraction, keep_prose
 
-_SUFFIXES = {
-    "carolina": (".xml",),
-    "parquet": (".parquet",),
-    "csv": (".csv",),
-    "tsv": (".tsv",),
-    "jsonl": (".jsonl", ".ndjson", ".json"),
-    "text": (".txt", ".text"),
-    "markdown": (".md", ".markdown", ".rst"),
-}
+_SUFFIXES = {"carolina": (".xml",), "text": (".txt", ".text"), "parquet": (".parquet",)}
+_SUFFIXES |= {"markdown": (".md", ".markdown", ".rst"), "csv": (".csv",), "tsv": (".tsv",)}
+_SUFFIXES |= {"jsonl": (".jsonl", ".ndjson", ".json")}
 _KNOWN = sum(_SUFFIXES.values(), ())
 
 
@@ -105,7 +101,6 @@ def _choose_files(path: Path, log: ReadingLog) -> tuple[list[Path], str]:
 def _read_files(
     paths: Sequence[Path], root: Path, kind: str, options: CorpusOptions, log: ReadingLog
 ) -> Iterator[Document]:
-    from tqdm.auto import tqdm
 
     for path in tqdm(paths, desc="reading", unit="file"):
         documents = _documents_of(path, _name(path, root), kind, options)
@@ -174,7 +169,6 @@ def _csv_rows(text: str, path: Path, kind: str) -> Iterator[tuple[int, dict]]:
 def _dataset_rows(options: CorpusOptions, kind: str, source: str) -> Iterator[tuple[int, dict]]:
     """The rows, from 1, of a parquet file, or of a dataset on the Hub."""
     import datasets
-    from tqdm.auto import tqdm
 
     # what it reports is in the error below
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)

@@ -12,11 +12,13 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+from tqdm import tqdm
+
 from cli import UserError, one_line
 from cli.names import check_name
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 END_OF_TEXT = "<|endoftext|>"
@@ -27,17 +29,13 @@ LONGEST_WORD = 1000
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
-    """Trains a byte-level BPE tokenizer, for which `decode(encode(text)) == text` holds for every
-    text.
+    """Trains a byte-level BPE tokenizer, for which `decode(encode(text)) == text` for every text.
 
     Args:
-        texts: the training texts, read once.
+        texts: the training texts, read once. Learning is linear in them also where they have no
+            white space: longer stretches are cut after 1,000 characters.
         vocab_size: entries of the vocabulary, the 256 bytes and the 2 special tokens among them. A
-            small corpus can give fewer: no pair of tokens that occurs only once is merged.
-
-    Learning is linear in the text also where it has no white space: longer stretches are cut after
-    1,000 characters.
-    """
+            small corpus can give fewer: no pair of tokens that occurs only once is merged."""
     from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
     trained = ByteLevelBPETokenizer()
@@ -77,15 +75,11 @@ def build_character_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerBase"
 
 
 def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
-    """Loads a ready tokenizer by its name on the Hub (`gpt2`) or its folder; it comes back with a
-    padding token.
+    """Loads a ready tokenizer by its name on the Hub (`gpt2`) or its folder, whose code is not
+    executed. A missing padding token becomes the end-of-text token: a new one would be beyond the
+    embedding of the tokenizer's model.
 
-    A missing padding token becomes the end-of-text token: a new one would be beyond the embedding
-    of the tokenizer's model. Code in the folder is not executed.
-
-    Raises:
-        UserError: there is no such tokenizer, it is damaged, or it has no end-of-text token.
-    """
+    Raises UserError where there is none, it is damaged, or it has no end-of-text token."""
     from transformers import AutoTokenizer
 
     what = f"--tokenizer {name_or_path}"
@@ -110,16 +104,13 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
 
 def encode_texts(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], split_special_tokens: bool = True
-) -> "list[np.ndarray]":
+) -> list[np.ndarray]:
     """The token ids (int64) of each text (one at least), without added special tokens.
 
     A text that spells a special token out is encoded as plain text, unless `split_special_tokens`
     is off: only the caller puts end-of-text tokens between documents. The first time that a text
     has an unknown token, standard error says so.
     """
-    import numpy as np
-    from tqdm import tqdm
-
     how = {"add_special_tokens": False, "verbose": False, "return_attention_mask": False}
     how["split_special_tokens"] = split_special_tokens
     encoded = tokenizer(list(texts), **how)["input_ids"]
@@ -135,12 +126,7 @@ def encode_texts(
 def _wrap(backend, **special_tokens: str) -> "PreTrainedTokenizerBase":
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=PADDING,
-        clean_up_tokenization_spaces=False,
-        model_input_names=["input_ids", "attention_mask"],
-        **special_tokens,
-    )
+    special_tokens |= {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": PADDING}
+    inputs = ["input_ids", "attention_mask"]
+    how = {"clean_up_tokenization_spaces": False, "model_input_names": inputs}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **how, **special_tokens)

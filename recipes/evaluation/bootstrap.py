@@ -30,30 +30,20 @@ class Interval:
 
 
 def mean_interval(losses, counts, *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
-    """The interval of sum(losses) / sum(counts).
+    """The interval of sum(losses) / sum(counts): of each block the sum of its losses, and how many
+    tokens (or characters) it covers. The same arguments, with the `seed` of the resampling, give
+    the same interval.
 
-    Args:
-        losses: [blocks], the sum of the losses of each block.
-        counts: [blocks], how many tokens (or characters) each sum covers.
-        seed: of the resampling; the same arguments give the same interval.
-        resamples: how many resamples.
-
-    Raises ValueError for no blocks, lists of different lengths, or blocks without any token.
-    """
+    Raises ValueError for no blocks, lists of different lengths, or blocks without any token."""
     return _interval(lambda sums: sums[..., 0] / sums[..., 1], [losses, counts], seed, resamples)
 
 
 def difference_interval(losses, counts, other_losses, other_counts, *, seed: int = 0) -> Interval:
-    """The interval of the mean of one model minus that of another, paired: a resample takes the
-    same blocks of both.
+    """The interval of the mean of one model minus that of another on the same blocks, paired: a
+    resample takes the same blocks of both. Arguments as in [`mean_interval`].
 
     What makes a block hard for both models falls out of the difference, so that its interval is far
-    narrower than those of the two means.
-
-    Args:
-        losses, counts: as in [`mean_interval`]; other_losses, other_counts: of the other model on
-            the same blocks.
-    """
+    narrower than those of the two means."""
     columns = [losses, counts, other_losses, other_counts]
     return _interval(
         lambda sums: sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3], columns, seed

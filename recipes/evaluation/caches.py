@@ -116,10 +116,7 @@ def parts_of(config) -> list[dict]:
     UserError where it has no memory."""
     config = config.get_text_config(decoder=True)
     if not getattr(config, "infini_layers", ()):
-        raise UserError(
-            "--attribute: --model has no memory; give one that has, or the --adapter that gives it "
-            "one"
-        )
+        raise UserError("--attribute: --model has no memory; give one that has, or an --adapter")
     kept = [NO_KEPT, ONLY_WINDOW] if config.kept_tokens else []
     return [{"way": way, "cache": None} for way in (WHOLE, NO_MEMORY, *kept, LONGER_WINDOW)]
 
@@ -164,10 +161,8 @@ def nats(runner: tasks.Runner, texts: list[str]) -> dict:
     rows = text_rows(runner.tokenizer, texts, length)
     rows = [row for row in rows if len(row[0]) == length]
     if not rows:
-        raise UserError(
-            f"the texts have no row of --length {length:,} tokens: give more text, or a shorter "
-            "length"
-        )
+        what = f"the texts have no row of --length {length:,} tokens"
+        raise UserError(f"{what}: give more text, or a shorter length")
     # rows from everywhere in the texts
     rows = rows[:: max(1, len(rows) // options.rows)][: options.rows]
     losses = torch.zeros(len(rows), length, dtype=torch.double)

@@ -61,19 +61,12 @@ def usable_device(name: str) -> str:
     """A torch device by its name, or "auto" for the GPU where there is one; UserError unless torch
     can compute there."""
     if name == "auto":
-        return (
-            str(torch.accelerator.current_accelerator() or "cpu")
-            if torch.accelerator.is_available()
-            else "cpu"
-        )
+        return str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     try:
         torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = (
-            ": torch finds no GPU here"
-            if name.startswith("cuda") and not torch.cuda.is_available()
-            else ""
-        )
+        no_gpu = name.startswith("cuda") and not torch.cuda.is_available()
+        reason = ": torch finds no GPU here" if no_gpu else ""
         raise UserError(
             f"--device: cannot use {name}{reason}; give cpu, cuda, cuda:1, …, or auto"
         ) from error
@@ -145,13 +138,9 @@ def continue_texts(model, tokenizer, prompts: list[str], **arguments) -> list[tu
     check_length(model.config, length + arguments["max_new_tokens"])
     own = {"use_cache": True, "num_beams": 1, "num_return_sequences": 1}
     output = model.generate(**inputs, pad_token_id=tokenizer.pad_token_id, **own | arguments)
-    return [
-        (
-            tokenizer.decode(row, skip_special_tokens=True),
-            int((row != tokenizer.pad_token_id).sum()),
-        )
-        for row in output[:, length:]
-    ]
+    counts = (output[:, length:] != tokenizer.pad_token_id).sum(1).tolist()
+    texts = tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)
+    return list(zip(texts, counts, strict=True))
 
 
 def switch_memory_off(model) -> None:
@@ -162,7 +151,7 @@ def switch_memory_off(model) -> None:
 
     Raises UserError when the model has no gates.
     """
-    gates = [parameter for gate in gates_of(model).values() for parameter in gate.parameters()]
+    gates = _gates(model)
     if not gates:
         raise UserError("--memory off: this model has no memory to switch off")
     with torch.no_grad():
@@ -173,12 +162,15 @@ def switch_memory_off(model) -> None:
 @contextlib.contextmanager
 def gates_closed(model) -> Iterator[None]:
     """Within it, a model has its window only: no head takes anything from its memory."""
-    gates = [parameter for gate in gates_of(model).values() for parameter in gate.parameters()]
-    before = [parameter.detach().clone() for parameter in gates]
+    before = [(gate, gate.detach().clone()) for gate in _gates(model)]
     switch_memory_off(model)
     try:
         yield
     finally:
         with torch.no_grad():
-            for gate, value in zip(gates, before, strict=True):
+            for gate, value in before:
                 gate.copy_(value)
+
+
+def _gates(model) -> list[torch.nn.Parameter]:
+    return [parameter for gate in gates_of(model).values() for parameter in gate.parameters()]

@@ -22,13 +22,10 @@ def summarize(loss: float, tokens: float) -> dict[str, float]:
     Raises ValueError when there is no token at all: the mean of nothing is not 0.
     """
     if tokens == 0:
-        raise ValueError(
-            "no token was predicted: a text needs at least 2 tokens to have a perplexity"
-        )
-    cross_entropy = loss / tokens
-    # beyond 709 exp overflows
-    perplexity = math.exp(cross_entropy) if cross_entropy < 709 else math.inf
-    return {"cross_entropy": cross_entropy, "perplexity": perplexity, "tokens": int(tokens)}
+        raise ValueError("no token was predicted: a text needs at least 2 tokens for a perplexity")
+    mean = loss / tokens
+    perplexity = math.exp(mean) if mean < 709 else math.inf  # beyond 709 exp overflows
+    return {"cross_entropy": mean, "perplexity": perplexity, "tokens": int(tokens)}
 
 
 def stream_losses(
@@ -45,7 +42,6 @@ def stream_losses(
     layer, growing with the length for a model that keeps all keys and values.
 
     Args:
-        model: a causal language model in evaluation mode.
         input_ids: [B, N] token numbers, right-padded with anything where rows differ in length.
         labels: [B, N] targets at their own places (−100: not counted); `None` counts every token.
         position_ids: [B, N] that begin again where a document does; `None`: each row is one.
@@ -53,11 +49,9 @@ def stream_losses(
 
     Yields `(first, losses, targets)`: the position in the row (0 is the row's first token, which
     nothing predicts) of the first target, the losses (nats, float32; 0 where the target is −100),
-    and the targets, [B, t] each.
-    """
-    given = {"input_ids": input_ids} | (
-        {} if position_ids is None else {"position_ids": position_ids}
-    )
+    and the targets, [B, t] each."""
+    given = {"input_ids": input_ids, "position_ids": position_ids}
+    given = {name: part for name, part in given.items() if part is not None}
     labels = input_ids if labels is None else labels
     length, device, cache = input_ids.shape[1], next(model.parameters()).device, None
     chunk = length if chunk is None else chunk
@@ -105,8 +99,7 @@ class LossByPosition:
     def table(self) -> list[dict[str, float]]:
         """One row per bucket with tokens: `first` and `last` position, cross_entropy, perplexity,
         tokens."""
-        return [
-            {"first": 2**bucket, "last": 2 ** (bucket + 1) - 1, **summarize(loss, count)}
-            for bucket, (loss, count) in enumerate(self.sums.tolist())
-            if count > 0
+        buckets = [
+            (2**power, *sums) for power, sums in enumerate(self.sums.tolist()) if sums[1] > 0
         ]
+        return [{"first": k, "last": 2 * k - 1, **summarize(*sums)} for k, *sums in buckets]

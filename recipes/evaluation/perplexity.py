@@ -9,20 +9,23 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
-    Row = tuple[np.ndarray, np.ndarray]
+from corpora.tokenization import encode_texts
+from support.prepared import open_rows
+
+from .losses import LossByPosition, stream_losses
+
+Row = tuple[np.ndarray, np.ndarray]
 
 
-def prepared_rows(data: Path, split: str, max_tokens: int | None = None) -> "list[Row]":
+def prepared_rows(data: Path, split: str, max_tokens: int | None = None) -> list[Row]:
     """The rows of a split of a prepared folder as train.py reads them, up to the one with which
     `max_tokens` are reached."""
-    from support.prepared import open_rows
-
     rows = open_rows(data, split).with_format("numpy")
     labels = rows["labels" if "labels" in rows.column_names else "input_ids"]
     return _enough(list(zip(rows["input_ids"][:], labels[:], strict=True)), max_tokens)
@@ -30,13 +33,9 @@ def prepared_rows(data: Path, split: str, max_tokens: int | None = None) -> "lis
 
 def text_rows(
     tokenizer, texts: Sequence[str], length: int, max_tokens: int | None = None
-) -> "list[Row]":
+) -> list[Row]:
     """Rows of up to `length` tokens: the documents one after the other, each followed by an
     end-of-text token, cut."""
-    import numpy as np
-
-    from corpora.tokenization import encode_texts
-
     end = np.array([tokenizer.eos_token_id])
     stream = np.concatenate(
         [part for tokens in encode_texts(tokenizer, texts) for part in (tokens, end)]
@@ -47,8 +46,8 @@ def text_rows(
 
 
 def losses_of(
-    model, rows: "Sequence[Row]", reader, chunk: int | None, batch_size: int
-) -> "Iterator[tuple[list[int], int, torch.Tensor, torch.Tensor]]":
+    model, rows: Sequence[Row], reader, chunk: int | None, batch_size: int
+) -> Iterator[tuple[list[int], int, torch.Tensor, torch.Tensor]]:
     """The losses of rows of any lengths, `batch_size` of about one length at a time, with a bar.
     Yields the places of a batch in `rows`, and what [`stream_losses`] yields of it.
 
@@ -57,12 +56,6 @@ def losses_of(
         reader: the [`support.rows.RowReader`] that makes inputs of them.
         chunk: tokens per call of the model in rows longer than this; `None`: all of a row.
     """
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-    from tqdm import tqdm
-
-    from .losses import stream_losses
-
     # The longest first: too little memory shows at once
     order = sorted(range(len(rows)), key=lambda number: len(rows[number][0]), reverse=True)
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
@@ -79,11 +72,9 @@ def losses_of(
                 bar.update(min(targets.numel(), total - bar.n))
 
 
-def measure_perplexity(model, rows: "Sequence[Row]", reader, chunk: int, batch_size: int) -> dict:
+def measure_perplexity(model, rows: Sequence[Row], reader, chunk: int, batch_size: int) -> dict:
     """`cross_entropy`, `perplexity`, `tokens`, `by_position` and `tokens_per_second` of rows;
     arguments as of [`losses_of`]."""
-    from .losses import LossByPosition
-
     positions, started = LossByPosition(), time.perf_counter()
     for _, *found in losses_of(model, rows, reader, chunk, batch_size):
         positions.add(*found)
@@ -97,13 +88,11 @@ def positions_table(found: dict) -> str:
     lines = [f"{'positions':>17}  {'tokens':>10}  {'nats':>7}  {'perplexity':>10}"]
     for row in (*found["by_position"], found):
         place = f"{row['first']}–{row['last']}" if "last" in row else "all"
-        lines.append(
-            f"{place:>17}  {row['tokens']:>10,}  {row['cross_entropy']:7.4f}  "
-            f"{row['perplexity']:10.2f}"
-        )
+        numbers = f"{row['tokens']:>10,}  {row['cross_entropy']:7.4f}  {row['perplexity']:10.2f}"
+        lines.append(f"{place:>17}  {numbers}")
     return "\n".join(lines)
 
 
-def _enough(rows: "list[Row]", max_tokens: int | None) -> "list[Row]":
+def _enough(rows: list[Row], max_tokens: int | None) -> list[Row]:
     totals = itertools.accumulate(len(tokens) for tokens, _ in rows)
     return rows[: 1 + sum(max_tokens is None or total < max_tokens for total in totals)]

@@ -50,29 +50,19 @@ def _answers(
         first, last = question.asked
         tokens = torch.as_tensor(example.tokens, device=model.device)[None, : last + 1]
         read = first - LAST if blind else first - 1  # the last token of the question asks
-        rest = tokens[:, read:-1]
+        rest, places = tokens[:, read:-1], torch.arange(last, device=model.device)
         # The press keeps int(read * (1 - ratio)) tokens; in the end there are `kept`, and those
         # after the compression too
         compress = press(compression_ratio=1 - (kept - rest.shape[1] + 0.5) / read)
-        cache = DynamicCache()
+        cache, how = DynamicCache(), {"cache_position": places[:read]}
         with compress(model):
-            model.model(
-                input_ids=tokens[:, :read],
-                past_key_values=cache,
-                cache_position=torch.arange(read, device=model.device),
-            )
-        places = torch.arange(read, read + rest.shape[1], device=model.device)
-        logits = model(
-            input_ids=rest, past_key_values=cache, position_ids=places[None], cache_position=places
-        ).logits
-        if cache.layers[0].keys.shape[2] != kept:
-            raise RuntimeError(
-                f"{press.__name__} left {cache.layers[0].keys.shape[2]} tokens in "
-                f"the cache, not {kept}"
-            )
+            model.model(input_ids=tokens[:, :read], past_key_values=cache, **how)
+        how = {"position_ids": places[None, read:], "cache_position": places[read:]}
+        logits = model(input_ids=rest, past_key_values=cache, **how).logits
+        if (left := cache.layers[0].keys.shape[2]) != kept:
+            raise RuntimeError(f"{press.__name__} left {left} tokens in the cache, not {kept}")
         logits, targets = logits[0, first - 1 - read :].float(), tokens[0, first:]
         loss = float(F.cross_entropy(logits, targets, reduction="sum"))
-        found.append(
-            Answer(question.fact, bool((logits.argmax(-1) == targets).all()), loss, len(targets))
-        )
+        right = bool((logits.argmax(-1) == targets).all())
+        found.append(Answer(question.fact, right, loss, len(targets)))
     return found

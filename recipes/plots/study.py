@@ -15,13 +15,12 @@ def plot_losses(runs: "list[FinishedRun]", file: Path) -> None:
     seeds), and below it minus that of the first: below zero a variant is ahead."""
     import pandas
 
-    evaluated = {
-        run.name: {line["tokens"]: line["eval_loss"] for line in run.lines if "eval_loss" in line}
-        for run in runs
-    }
-    curves = pandas.DataFrame(
-        {name: pandas.Series(points, dtype=float) for name, points in evaluated.items()}
-    ).sort_index()
+    columns = {}
+    for run in runs:
+        points = [line for line in run.lines if "eval_loss" in line]
+        points = {line["tokens"]: line["eval_loss"] for line in points}
+        columns[run.name] = pandas.Series(points, dtype=float)
+    curves = pandas.DataFrame(columns).sort_index()
     curves = curves.T.groupby([run.variant for run in runs], sort=False).mean().T
     figure, panels = style.new_figure(
         "Validation loss", "cross-entropy, nats per token", rows=2, sharex=True

@@ -13,22 +13,11 @@ INK, GREY, GRID = "#262626", "#595959", "#D9D9D9"
 # inches: 10 points are 10 pixels where the figure is 390 pixels wide
 WIDTH, HEIGHT, DPI = 5.6, 3.9, 200
 SIZE, SMALL = 11, 9  # points of text
-RC = {
-    "axes.grid": True,
-    "grid.color": GRID,
-    "axes.axisbelow": True,
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": INK,
-    "axes.labelsize": SIZE - 1,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": GREY,
-    "xtick.labelcolor": INK,
-    "xtick.labelsize": SMALL,
-    "ytick.color": GREY,
-    "ytick.labelcolor": INK,
-    "ytick.labelsize": SMALL,
-}
+RC = {"axes.grid": True, "grid.color": GRID, "axes.axisbelow": True, "axes.edgecolor": GREY}
+RC |= {"axes.labelcolor": INK, "axes.labelsize": SIZE - 1}
+RC |= {"axes.spines.top": False, "axes.spines.right": False}
+for _axis in ("xtick", "ytick"):
+    RC |= {f"{_axis}.color": GREY, f"{_axis}.labelcolor": INK, f"{_axis}.labelsize": SMALL}
 
 
 def new_figure(
@@ -42,11 +31,9 @@ def new_figure(
     """An empty figure, and its axes (an array of them where there are several).
 
     Args:
-        title: what is shown, in words; subtitle: of which model and data, how many, with which
-            interval.
+        title: what is shown, in words; subtitle: of which model and data, with which interval.
         size: inches; default: one of [`WIDTH`] × [`HEIGHT`], higher for more rows.
-        options: of matplotlib's `subplots`.
-    """
+        options: of matplotlib's `subplots`."""
     from cycler import cycler
     from matplotlib import rc_context
 
@@ -75,11 +62,8 @@ def set_panel_title(axes, text: str) -> None:
 
 def style_of(number: int) -> dict[str, str]:
     """Colour, marker and stroke of all lines of one layer, or another thing that has several."""
-    return {
-        "color": COLOURS[number % len(COLOURS)],
-        "marker": MARKERS[number % len(MARKERS)],
-        "linestyle": "-",
-    }
+    colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+    return {"color": colour, "marker": marker, "linestyle": "-"}
 
 
 def draw_line(axes, x: Sequence[float], y: Sequence[float], label: str | None = None, **style):
@@ -90,11 +74,8 @@ def draw_line(axes, x: Sequence[float], y: Sequence[float], label: str | None = 
 
 def label_lines(axes) -> None:
     """A legend below the figure, of the lines that have names."""
-    lines = [
-        line
-        for line in axes.get_lines()
-        if not line.get_label().startswith("_") and len(line.get_xdata())
-    ]
+    lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
+    lines = [line for line in lines if len(line.get_xdata())]
     look = {"handles": lines, "fontsize": SMALL, "frameon": False, "labelcolor": INK}
     for text in axes.get_figure().legend(loc="outside lower left", ncols=2, **look).get_texts():
         text.set_parse_math(False)

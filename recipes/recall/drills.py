@@ -10,6 +10,8 @@ import functools
 import random
 from collections.abc import Callable
 
+import numpy as np
+
 from .examples import WORDING, Document, DoesNotFit, Encode, Example, Question
 from .filler import Filler
 
@@ -91,8 +93,6 @@ def forms_row(
 
     Raises [`DoesNotFit`] when the facts and their questions are longer.
     """
-    import numpy as np
-
     from hf_infini.tools.asking_rows import asking_row
 
     try:

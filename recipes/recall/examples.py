@@ -13,14 +13,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
 import yaml
 
 from .filler import Filler
-
-if TYPE_CHECKING:
-    import numpy as np
 
 Encode = Callable[[Sequence[str]], "list[np.ndarray]"]
 
@@ -55,7 +52,7 @@ class Example:
     """A document: `tokens` (1-D, int64), and its `questions` in the order in which they are
     asked."""
 
-    tokens: "np.ndarray"
+    tokens: np.ndarray
     questions: tuple[Question, ...]
 
 
@@ -66,15 +63,14 @@ class Document:
         self.parts: list[np.ndarray] = []
         self.length = 0
 
-    def add(self, *pieces: "np.ndarray") -> tuple[int, int]:
+    def add(self, *pieces: np.ndarray) -> tuple[int, int]:
         """Appends the pieces and returns the positions of the last one's first and last token."""
         for piece in pieces:
             self.parts.append(piece)
             self.length += len(piece)
         return self.length - len(pieces[-1]), self.length - 1
 
-    def tokens(self) -> "np.ndarray":
-        import numpy as np
+    def tokens(self) -> np.ndarray:
 
         return np.concatenate(self.parts)
 

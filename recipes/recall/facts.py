@@ -6,24 +6,14 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from corpora.biographies import (
-    SENTENCES,
-    Person,
-    Sentence,
-    fact_prompt,
-    forbid_answers,
-    invent_person,
-    write_opening,
-    write_paragraphs,
-)
+import numpy as np
+
+from corpora import biographies
+from corpora.biographies import SENTENCES, Person, Sentence, forbid_answers, invent_person
 
 from .examples import Document, DoesNotFit, Encode, Example, Question
 from .filler import Filler
-
-if TYPE_CHECKING:
-    import numpy as np
 
 FACT_NAMES = tuple(SENTENCES["facts"])
 # tokens of a piece of real text among the invented paragraphs of a training row
@@ -35,9 +25,9 @@ class _Statement:
     """The tokens of a sentence that states a fact."""
 
     name: str
-    before: "np.ndarray"
-    answer: "np.ndarray"
-    after: "np.ndarray"
+    before: np.ndarray
+    answer: np.ndarray
+    after: np.ndarray
 
     def __len__(self) -> int:
         return len(self.before) + len(self.answer) + len(self.after)
@@ -49,7 +39,7 @@ def invent_clear_person(rng: random.Random, names) -> tuple[Person, list[list[Se
     names.seed_instance(rng.getrandbits(64))
     while True:
         person = invent_person(rng, names)
-        opening = write_opening(rng, person)
+        opening = biographies.write_opening(rng, person)
         text = " ".join([person.name, *map(str, itertools.chain.from_iterable(opening))])
         # no city is a surname here, and so on
         if all(_occurs_once(answer, text) for answer in person.answers.values()):
@@ -78,18 +68,16 @@ def fact_example(
     up to the end of the sentence with the fact; paragraphs in which no answer occurs; the prompt
     and the answer. The first token of the answer lies in segment s where it is stated and in
     segment s + `distance` where it is asked for, and the answer crosses no border of segments where
-    that can be avoided. The two places inside their segments are drawn together, every pair that is
-    possible with the same probability. With `distance` 0 everything from the name to the answer is
-    in one segment, with as many of the sentences before the fact's own as there is room for.
+    that can be avoided. All pairs of places inside their segments have the same probability. With
+    `distance` 0 everything from the name to the answer is in one segment, with as many of the
+    sentences before the fact's own as there is room for.
 
     Args:
         fact: one of `FACT_NAMES`.
         distance: in segments of `segment_length` tokens, 0 or more.
-        lines: of real text, to stand in front and between; `None`: invented paragraphs, full of
-            other names and years.
+        lines: of real text, to stand in front and between; `None`: invented paragraphs.
 
-    Raises [`DoesNotFit`] when the text between the two places is longer than the distance.
-    """
+    Raises [`DoesNotFit`] when the text between the two places is longer than the distance."""
     person, opening = invent_clear_person(rng, names)
     (title, prompt), statements = _encode_opening(encode, person, opening, [fact])
     last = next(number for number, statement in enumerate(statements) if statement.name == fact)
@@ -121,7 +109,7 @@ def fact_example(
 
     def write(about: Person) -> Iterator[str]:
         if lines is None:
-            return write_paragraphs(rng, names, about, forbidden)
+            return biographies.write_paragraphs(rng, names, about, forbidden)
         return _take_lines(rng, lines, forbidden)
 
     document = Document()
@@ -148,8 +136,6 @@ def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length:
 
     Raises [`DoesNotFit`] when not even one fact fits.
     """
-    import numpy as np
-
     person, opening = invent_clear_person(rng, names)
     facts = [[sentence.name for sentence in paragraph] for paragraph in opening]
     every = sum(facts, [])
@@ -169,7 +155,9 @@ def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length:
 
     parts = [title, *(part for s in statements for part in (s.before, s.answer, s.after))]
     gap = length - length_without_gap()
-    lines = _encode_lines(encode, write_paragraphs(rng, names, person, forbid_answers(person)))
+    lines = _encode_lines(
+        encode, biographies.write_paragraphs(rng, names, person, forbid_answers(person))
+    )
     while gap > 0:
         if rng.random() < 0.5:
             unit = np.concatenate([newline, filler.take(rng, rng.randint(*REAL_TEXT))])
@@ -182,24 +170,24 @@ def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length:
     return Example(tokens, tuple(questions))
 
 
-def paragraphs_row(rng: random.Random, encode: Encode, names, length: int) -> "np.ndarray":
+def paragraphs_row(rng: random.Random, encode: Encode, names, length: int) -> np.ndarray:
     """Exactly `length` tokens of the invented paragraphs that stand between the facts and the
     questions of [`fact_example`]: other people, places and years without end, none of which is ever
     asked for."""
     names.seed_instance(rng.getrandbits(64))
     person = invent_person(rng, names)
-    paragraphs = write_paragraphs(rng, names, person, forbid_answers(person))
+    paragraphs = biographies.write_paragraphs(rng, names, person, forbid_answers(person))
     return _encode_enough(encode, paragraphs, length)[:length]
 
 
 def _ask_anywhere(
     rng: random.Random,
-    text: "np.ndarray",
+    text: np.ndarray,
     opening_at: int,
     statements: "Sequence[_Statement]",
-    asks: "dict[str, np.ndarray]",
-    stop: "np.ndarray",
-) -> "tuple[np.ndarray, list[tuple]]":
+    asks: dict[str, np.ndarray],
+    stop: np.ndarray,
+) -> tuple[np.ndarray, list[tuple]]:
     """Puts the question for every statement in, with its answer, at a place drawn at random after
     the statement: within the opening at the end of a sentence, after it anywhere.
 
@@ -211,8 +199,6 @@ def _ask_anywhere(
     Returns the row and, in the order of the questions, each fact's name and the places of its
     answer: stated and asked.
     """
-    import numpy as np
-
     ends = list(itertools.accumulate(map(len, statements), initial=opening_at))[1:]
     places = []
     for end, statement in zip(ends, statements, strict=True):
@@ -239,7 +225,10 @@ def _encode_opening(
 ) -> "tuple[list[np.ndarray], list[_Statement]]":
     """The tokens of the title and of the prompts of the facts `asked`, and those of all sentences
     of the opening."""
-    texts = [f"\n\n{person.name}\n", *(f"\n{fact_prompt(person, name)}" for name in asked)]
+    texts = [
+        f"\n\n{person.name}\n",
+        *(f"\n{biographies.fact_prompt(person, name)}" for name in asked),
+    ]
     heads, names = len(texts), []
     for paragraph in opening:
         for number, sentence in enumerate(paragraph):
@@ -260,24 +249,23 @@ def _encode_opening(
 def _draw_places(
     rng: random.Random, distance: int, segment_length: int, width: int, least: int, stated_at: int
 ) -> tuple[int, int]:
-    """Places inside their segments of an answer's first token where it is stated, and where it is
-    asked for.
+    """Places inside their segments, which are `distance` apart, of an answer's first token where it
+    is stated, and where it is asked for.
 
     Args:
-        distance: segments from one to the other.
-        width: tokens of the answer.
-        least: tokens from one place to the other at the least.
+        width: tokens of the answer; least: from one place to the other at the least.
         stated_at: tokens that stand in front of the answer in its document; with a distance of 0
             they are in the segment.
     """
-    last = segment_length - width if width <= segment_length else segment_length - 1
+    far = distance * segment_length
+    last = segment_length - (width if width <= segment_length else 1)
     starts = range(stated_at if distance == 0 else 0, last + 1)
-    first_ends = [max(0, start + least - distance * segment_length) for start in starts]
+    first_ends = [max(0, start + least - far) for start in starts]
     choices = [max(0, last + 1 - first) for first in first_ends]
     if sum(choices) == 0:
         raise DoesNotFit(
             f"{least} tokens lie between the two places at least, and {distance} segment(s) of "
-            f"{segment_length} are {distance * segment_length + last} at most"
+            f"{segment_length} are {far + last} at most"
         )
     (number,) = rng.choices(range(len(starts)), choices)
     return starts[number], rng.randint(first_ends[number], last)
@@ -298,16 +286,14 @@ def _take_lines(rng: random.Random, lines: Sequence[str], forbidden: re.Pattern)
             )
 
 
-def _encode_lines(encode: Encode, paragraphs: Iterator[str]) -> "Iterator[np.ndarray]":
+def _encode_lines(encode: Encode, paragraphs: Iterator[str]) -> Iterator[np.ndarray]:
     """The tokens of paragraphs, each with the line break in front of it."""
     while True:
         yield from encode([f"\n{next(paragraphs)}" for _ in range(4)])
 
 
-def _encode_enough(encode: Encode, paragraphs: Iterator[str], count: int) -> "np.ndarray":
+def _encode_enough(encode: Encode, paragraphs: Iterator[str], count: int) -> np.ndarray:
     """The tokens of as many paragraphs as make `count` tokens or more."""
-    import numpy as np
-
     parts, length, lines = [np.empty(0, dtype=np.int64)], 0, _encode_lines(encode, paragraphs)
     while length < count:
         parts.append(next(lines))

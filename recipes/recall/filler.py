@@ -5,16 +5,12 @@ A stream is one integer array: documents one after the other, an end-of-text tok
 """
 
 import random
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
 
-def read_stream(stream: "np.ndarray", start: int, count: int) -> "np.ndarray":
+def read_stream(stream: np.ndarray, start: int, count: int) -> np.ndarray:
     """`count` tokens (int64) from `start` on; after its end the stream begins again."""
-    import numpy as np
-
     return stream.take(np.arange(start, start + count), mode="wrap").astype(np.int64)
 
 
@@ -27,14 +23,12 @@ class Filler:
         blank_line: the tokens to put there instead.
     """
 
-    def __init__(self, stream: "np.ndarray", end_of_text: int, blank_line: "np.ndarray"):
+    def __init__(self, stream: np.ndarray, end_of_text: int, blank_line: np.ndarray):
         self.stream, self.end_of_text, self.blank_line = stream, end_of_text, blank_line
 
-    def take(self, rng: random.Random, count: int) -> "np.ndarray":
+    def take(self, rng: random.Random, count: int) -> np.ndarray:
         """`count` tokens (int64) from a place drawn at random, often in the middle of an
         article."""
-        import numpy as np
-
         tokens = read_stream(self.stream, rng.randrange(len(self.stream)), count)
         first, *others = np.split(tokens, np.flatnonzero(tokens == self.end_of_text))
         parts = [first, *(part for other in others for part in (self.blank_line, other[1:]))]

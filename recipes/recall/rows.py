@@ -7,7 +7,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
+from tqdm.auto import tqdm
 
 from cli import UserError
 from corpora import blocks
@@ -18,9 +20,6 @@ from .drills import codes_row, echo_row, forms_row
 from .examples import DoesNotFit, Example, passkey_example
 from .facts import facts_row, paragraphs_row
 from .filler import Filler, read_stream
-
-if TYPE_CHECKING:
-    import numpy as np
 
 KINDS = ("passkey", "facts", "codes", "echo", "forms", "paragraphs", "text")
 NOT_COUNTED = -100  # a label that adds nothing to the loss
@@ -62,7 +61,7 @@ def deal_kinds(rows: int, shares: dict[str, float], rng: random.Random) -> list[
 
 def make_rows(
     tokenizer,
-    stream: "np.ndarray",
+    stream: np.ndarray,
     *,
     split: str,
     context: int,
@@ -72,7 +71,7 @@ def make_rows(
     answers_only: bool,
     language: str,
     seed: int,
-) -> "Iterator[tuple[str, np.ndarray, np.ndarray]]":
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Yields kind, tokens and labels of each row of one split, the arrays int64 of `context`
     tokens.
 
@@ -115,8 +114,8 @@ def make_rows(
 
 
 def _blocks_of_text(
-    stream: "np.ndarray", context: int, count: int, split: str, rng: random.Random
-) -> "Iterator[np.ndarray]":
+    stream: np.ndarray, context: int, count: int, split: str, rng: random.Random
+) -> Iterator[np.ndarray]:
     """Blocks of the stream in random order; every one comes once before any comes again."""
     blocks_there = len(stream) // context
     if count > 0 and blocks_there == 0:
@@ -127,10 +126,8 @@ def _blocks_of_text(
         yield read_stream(stream, block * context, context)
 
 
-def answer_labels(example: Example) -> "np.ndarray":
+def answer_labels(example: Example) -> np.ndarray:
     """The tokens of the example where an answer is asked for, −100 elsewhere."""
-    import numpy as np
-
     labels = np.full_like(example.tokens, NOT_COUNTED)
     for question in example.questions:
         first, last = question.asked
@@ -139,7 +136,7 @@ def answer_labels(example: Example) -> "np.ndarray":
 
 
 def write_rows(
-    rows: "Iterator[tuple[str, np.ndarray, np.ndarray]]", count: int, context: int, folder: Path
+    rows: Iterator[tuple[str, np.ndarray, np.ndarray]], count: int, context: int, folder: Path
 ) -> dict:
     """Saves rows as a dataset with the columns `input_ids` and `labels` (int32), one in memory at a
     time.
@@ -150,11 +147,9 @@ def write_rows(
 
     Returns what [`corpora.blocks.save_rows`] does, `rows_by_kind`, and the `counted_tokens` (those
     with a label) by kind."""
-    from tqdm.auto import tqdm
-
     kinds, counted = Counter(), Counter()
 
-    def arrays() -> "Iterator[dict[str, np.ndarray]]":
+    def arrays() -> Iterator[dict[str, np.ndarray]]:
         for kind, tokens, labels in tqdm(rows, total=count, desc="rows", unit="row"):
             kinds[kind] += 1
             counted[kind] += int((labels != NOT_COUNTED).sum())

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from tqdm import tqdm
+
 from cli import UserError
 from corpora.biographies import invent_person, portuguese_names
 from corpora.tokenization import encode_texts
@@ -45,15 +48,13 @@ class Runner:
 
     Args:
         model: a causal language model in evaluation mode.
-        tokenizer: its tokenizer.
         options: of evaluate_model.py: `chunk` and `batch_size` of the model's calls, `samples`
             (examples per cell), the `language` of passkeys, and the `seed`, the same for all cells,
             so that they ask about the same numbers and people.
         file: keeps the finished cells, so that a task that was killed goes on where it was; delete
             it in the end.
         identity: JSON-safe; cells that were kept under another identity are not used.
-        score: answers a batch of examples; as [`score_answers`].
-    """
+        score: answers a batch of examples; as [`score_answers`]."""
 
     model: object
     tokenizer: object
@@ -134,8 +135,6 @@ def run_passkey(
         pooled: whether each depth has other numbers and places in the texts, so that all depths are
             one sample.
     """
-    import numpy as np
-
     blank_line, *documents = runner.encode(["\n\n", *texts])
     end, samples = runner.tokenizer.eos_token_id, runner.options.samples
     stream = np.concatenate([np.append(document, end) for document in documents])
@@ -233,8 +232,6 @@ def constant_guesses(seed: int) -> dict[str, dict]:
 def _ask(runner: Runner, examples: Iterable[Example]) -> list[Answer]:
     """The answers to examples, batch by batch; a UserError where one is longer than the model
     reaches."""
-    from tqdm import tqdm
-
     answers, options = [], runner.options
     examples = iter(tqdm(examples, total=options.samples, unit="example", leave=False))
     # of long texts
@@ -252,8 +249,6 @@ def run_cells(runner: Runner, cells: list[dict], run_cell: Callable[[dict], dict
     A cell that the model or the examples cannot do gets the reason as its `not_possible`; when that
     is every cell, the first reason is raised as a UserError.
     """
-    from tqdm import tqdm
-
     kept = {"identity": json.loads(json.dumps(runner.identity)), "cells": []}  # as it comes back
     if runner.file.is_file():
         remedy = "delete it: its finished cells are measured again"

@@ -100,13 +100,13 @@ class Tasks:
         """Makes the data. UserError if the study's own cannot be made; a variant whose data cannot
         be made is not possible."""
         run_tasks(list(self._prepare.values()), "preparing", **self._how)
-        for name, task in self._prepare.items():
-            if task.status != FINISHED and name == BASE:
-                raise UserError(f"the data cannot be prepared: {task.reason} ({task.log})")
-            for run in self.runs:
-                if task.status != FINISHED and run.data == name:
-                    self._train[run.name].status = IMPOSSIBLE
-                    self._train[run.name].reason = f"its data cannot be made: {task.reason}"
+        failed = {name: task for name, task in self._prepare.items() if task.status != FINISHED}
+        if task := failed.get(BASE):
+            raise UserError(f"the data cannot be prepared: {task.reason} ({task.log})")
+        for run in self.runs:
+            if task := failed.get(run.data):
+                self._train[run.name].status = IMPOSSIBLE
+                self._train[run.name].reason = f"its data cannot be made: {task.reason}"
         read_manifest(self.data[BASE])
 
     def train(self) -> list[Run]:

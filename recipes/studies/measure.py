@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from cli import UserError
 from corpora.blocks import read_documents
@@ -38,7 +39,6 @@ def measure_runs(
     Raises UserError where a run is not finished, or was trained on other data than its data folder.
     """
     import torch
-    from tqdm import tqdm
 
     torch.set_num_threads(threads)
     results = {run.name: read_result(run.folder) for run in runs}
@@ -70,17 +70,14 @@ def measure_runs(
 
 def measure_run(run: Path, result: dict, data: Path, documents: list[dict], file: Path) -> dict:
     """The content of `file` if it was measured on this very run and text, otherwise what is
-    measured now, kept there.
+    measured now, kept there: `rows` (`[loss sum, tokens]` of each validation row), `documents` (id
+    → `[loss sum, characters]`) and `cache_bytes` (by tokens read; None beyond the model's
+    positions).
 
     Args:
         run: out folder of a finished run of train.py; result: its result.json.
         data: the prepared folder that it was trained on.
-        documents: what is also read document by document, for the losses per character.
-
-    Returns:
-        `rows` (`[loss sum, tokens]` of each validation row), `documents` (id → `[loss sum,
-        characters]`) and `cache_bytes` (by tokens read; None beyond the model's positions).
-    """
+        documents: what is also read document by document, for the losses per character."""
     identity = {"trained": result["date"], "data": result["data_fingerprint"]}
     identity["documents"] = [document["id"] for document in documents]
     if file.is_file():
@@ -93,15 +90,11 @@ def measure_run(run: Path, result: dict, data: Path, documents: list[dict], file
     tokens, labels = map(np.stack, zip(*prepared_rows(data, "validation"), strict=True))
     sums = (column.sum(1) for column in token_losses(model, reader, tokens, labels))
     context = tokens.shape[1]
-    content = {
-        "identity": identity,
-        "rows": [[float(loss), int(count)] for loss, count in zip(*sums, strict=True)],
-        "documents": document_losses(model, tokenizer, reader, documents, context),
-        "cache_bytes": {
-            str(length): state_bytes(model, length, context)
-            for length in (context, CONTEXTS * context)
-        },
-    }
+    lengths = (context, CONTEXTS * context)
+    content = {"identity": identity}
+    content["rows"] = [[float(loss), int(count)] for loss, count in zip(*sums, strict=True)]
+    content["documents"] = document_losses(model, tokenizer, reader, documents, context)
+    content["cache_bytes"] = {str(size): state_bytes(model, size, context) for size in lengths}
     write_json(file, sealed(content))
     return content
 

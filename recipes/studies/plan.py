@@ -46,16 +46,12 @@ def read_study(
             )
     for name, own in study["variants"].items():
         if not (own is None or isinstance(own, dict) and isinstance(own.get("data") or {}, dict)):
-            raise UserError(
-                f"variant {name!r}: give options of train.py and, in 'data', of "
-                f"prepare.py, got {own!r}"
-            )
+            what = "give options of train.py and, in 'data', of prepare.py"
+            raise UserError(f"variant {name!r}: {what}, got {own!r}")
     for name, options in study["evaluate"].items():
         if not isinstance(options, dict) or options.get("task", "perplexity") != "perplexity":
-            raise UserError(
-                f"evaluate {name!r}: give options of evaluate_model.py's task "
-                f"perplexity, got {options!r}"
-            )
+            what = "give options of evaluate_model.py's task perplexity"
+            raise UserError(f"evaluate {name!r}: {what}, got {options!r}")
     return study
 
 
@@ -102,11 +98,8 @@ def existing_runs(folders: Sequence[str]) -> list[Run]:
 
 def shared_evaluations(runs: Sequence[Run]) -> list[str]:
     """The names of the `evaluation_NAME.json` files that all runs' folders have."""
-    found = [
-        {file.stem.removeprefix("evaluation_") for file in run.folder.glob("evaluation_*.json")}
-        for run in runs
-    ]
-    return sorted(set.intersection(*found))
+    files = [{file.stem for file in run.folder.glob("evaluation_*.json")} for run in runs]
+    return [name.removeprefix("evaluation_") for name in sorted(set.intersection(*files))]
 
 
 def runs_of(study: dict, out: Path) -> list[Run]:
@@ -133,18 +126,14 @@ def runs_of(study: dict, out: Path) -> list[Run]:
 
 def data_settings(study: dict, runs: Sequence[Run]) -> dict[str, dict]:
     """The options of prepare.py by the name of the data, of those that the runs read."""
-    names = dict.fromkeys([BASE, *(run.data for run in runs)])
-    return {
-        name: merge(study["data"], {} if name == BASE else study["variants"][name]["data"])
-        for name in names
-    }
+    own = {run.data: study["variants"][run.data]["data"] for run in runs if run.data != BASE}
+    return {name: merge(study["data"], above) for name, above in ({BASE: {}} | own).items()}
 
 
 def words_of(options: dict) -> list[str]:
     """Options as a command line; those without a value are left out."""
-    lists = {
-        name: value if isinstance(value, list) else [value]
-        for name, value in options.items()
-        if value is not None
-    }
-    return [word for name, values in lists.items() for word in (f"--{name}", *map(str, values))]
+    words = []
+    for name, value in options.items():
+        values = value if isinstance(value, list) else [value]
+        words += [f"--{name}", *map(str, values)] if value is not None else []
+    return words

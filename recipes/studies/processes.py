@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from cli import NotPossible
 from support.parents import end_with_parent
 
@@ -55,8 +57,6 @@ def run_tasks(tasks: list[Task], title: str, jobs: int = 1, threads: int = 1) ->
     Whatever ends this function early ends the children first. On Linux they also end when this
     process is killed, so that no other process writes when the study is started again.
     """
-    from tqdm import tqdm
-
     waiting, running = list(tasks), {}
     bar = tqdm(total=len(tasks), desc=title, unit="task", disable=not tasks)
     try:

@@ -51,12 +51,14 @@ def collect(runs: list[FinishedRun]) -> list[dict]:
 
 def differing_options(runs: list[FinishedRun]) -> dict[str, dict]:
     """Variant → those options of train.py that are set and not the same in all runs."""
-    names = dict.fromkeys(name for run in runs for name in run.result["options"] if name != "data")
-    values = {name: [run.result["options"].get(name) for run in runs] for name in names}
-    different = [name for name in names if any(value != values[name][0] for value in values[name])]
+    options = [run.result["options"] for run in runs]
+    names = dict.fromkeys(name for one in options for name in one if name != "data")
+    different = [
+        name for name in names if any(one.get(name) != options[0].get(name) for one in options)
+    ]
     return {
-        run.variant: {n: v for n in different if (v := run.result["options"].get(n)) is not None}
-        for run in runs
+        run.variant: {name: own[name] for name in different if own.get(name) is not None}
+        for run, own in zip(runs, options, strict=True)
     }
 
 
@@ -69,29 +71,26 @@ def _numbers(runs: list[FinishedRun], first: list[FinishedRun]) -> dict:
     losses, counts = _mean_rows(runs)
     entropy = mean_interval(losses, counts, seed=SEED)
     by_seed = {run.name: sum(r[0] for r in run.measured["rows"]) / counts.sum() for run in runs}
-    same_rows = runs is not first and runs[0].data == first[0].data
-    difference = (
-        difference_interval(losses, counts, *_mean_rows(first), seed=SEED) if same_rows else None
-    )
+    difference = None
+    if runs is not first and runs[0].data == first[0].data:
+        difference = asdict(difference_interval(losses, counts, *_mean_rows(first), seed=SEED))
     results = [run.result for run in runs]
+    means = ("tokens_per_second", "seconds")
     return {
         "data": runs[0].data,
         "cross_entropy": asdict(entropy),
         "perplexity": asdict(entropy.map(np.exp)),
-        "difference": difference and asdict(difference),
+        "difference": difference,
         "rows": len(losses),
         "tokens_evaluated": int(counts.sum()),
         "by_seed": by_seed,
         "deviation": statistics.stdev(by_seed.values()) if len(runs) > 1 else None,
         "bits_per_character": _bits_per_character(runs, first),
-        "parameters": results[0]["parameters"],
-        "tokens": results[0]["tokens"],
-        "tokens_per_second": statistics.fmean(result["tokens_per_second"] for result in results),
-        "seconds": statistics.fmean(result["seconds"] for result in results),
+        **{name: results[0][name] for name in ("parameters", "tokens", "hardware")},
+        **{name: statistics.fmean(result[name] for result in results) for name in means},
         "peak_mib": max(result.get("peak_cuda_mib", result["peak_rss_mib"]) for result in results),
         "cache_bytes": runs[0].measured["cache_bytes"],
         "evaluations": runs[0].evaluations,
-        "hardware": results[0]["hardware"],
     }
 
 
@@ -105,7 +104,8 @@ def _mean_rows(runs: list[FinishedRun]) -> tuple[np.ndarray, np.ndarray]:
 def _bits_per_character(runs: list[FinishedRun], first: list[FinishedRun]) -> dict | None:
     """Over the documents that all runs have read, with the difference to the first variant, paired
     by document."""
-    names = sorted(set.intersection(*(set(run.measured["documents"]) for run in (*runs, *first))))
+    read = [run.measured["documents"] for run in (*runs, *first)]
+    names = sorted(set.intersection(*map(set, read)))
     if not names:
         return None
     own, other = (
@@ -115,9 +115,7 @@ def _bits_per_character(runs: list[FinishedRun], first: list[FinishedRun]) -> di
     found = {"value": mean_interval(*own, seed=SEED)}
     if runs is not first:
         found["difference"] = difference_interval(*own, *other, seed=SEED)
-    bits = {
-        name: asdict(nats.map(lambda value: value / math.log(2))) for name, nats in found.items()
-    }
+    bits = {name: asdict(nats.map(lambda nat: nat / math.log(2))) for name, nats in found.items()}
     return {"difference": None, "documents": len(names), "characters": int(own[1].sum())} | bits
 
 
@@ -129,16 +127,15 @@ def write_report(content: dict) -> str:
     from jinja2 import StrictUndefined, Template
 
     how = {"undefined": StrictUndefined, "trim_blocks": True, "keep_trailing_newline": True}
-    template = Template(TEMPLATE.read_text(encoding="utf-8"), **how)
     variants = content["variants"]
-    parts = {
-        "groups": groups_of(variants),
-        "losses_table": lambda group: losses_table(variants, group),
-        "resamples": RESAMPLES,
-        "shown": shown,
-        "fence": fence,
-    }
-    return template.render(content | parts)
+    return Template(TEMPLATE.read_text(encoding="utf-8"), **how).render(
+        content,
+        groups=groups_of(variants),
+        losses_table=lambda group: losses_table(variants, group),
+        resamples=RESAMPLES,
+        shown=shown,
+        fence=fence,
+    )
 
 
 def groups_of(variants: list[dict]) -> list[list[dict]]:

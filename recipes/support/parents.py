@@ -14,11 +14,9 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     elsewhere nothing).
 
     Args:
-        parent: the process that has started this one. Where that is gone already, this one ends at
-            once.
+        parent: the process that has started this one. Where that is gone already, this one ends.
         number: the signal. A rank of a distributed run may be waiting for the others, inside a call
-            where Python handles no signal: only SIGKILL ends it then.
-    """
+            where Python handles no signal: only SIGKILL ends it then."""
     if _LIBC is None:
         return
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)

@@ -78,16 +78,14 @@ def write_manifest(
         start: `time.perf_counter()` at the beginning of the run.
     """
     of_stages = ("key", "seconds", "reused")
-    manifest = {
-        "hf_infini": __version__,
-        "options": options,
-        "source": source,
-        "tokenizer": record["tokenizer"]["result"],
-        "splits": {name: record[name]["result"] for name in splits},
-        "stages": {name: {key: stage[key] for key in of_stages} for name, stage in record.items()},
-        "wall_seconds": round(time.perf_counter() - start, 2),
-        "peak_memory_bytes": peak_memory_bytes(),
+    manifest = {"hf_infini": __version__, "options": options, "source": source}
+    manifest["tokenizer"] = record["tokenizer"]["result"]
+    manifest["splits"] = {name: record[name]["result"] for name in splits}
+    manifest["stages"] = {
+        name: {key: stage[key] for key in of_stages} for name, stage in record.items()
     }
+    manifest["wall_seconds"] = round(time.perf_counter() - start, 2)
+    manifest["peak_memory_bytes"] = peak_memory_bytes()
     # the rows have checksums of their own
     beside = [*path.parent.glob("*_documents.jsonl"), *path.parent.glob("tokenizer/*")]
     manifest = sealed(manifest, checksums(path.parent, beside))

@@ -101,14 +101,12 @@ def read_manifest(data: Path, split: str | None = None) -> dict:
     """The `manifest.json` of a prepared folder, which is there once it is finished; a UserError
     where it is not, is damaged, has no rows of `split`, or the files beside the rows are not those
     that were prepared."""
-    file = Path(data) / "manifest.json"
+    file, again = Path(data) / "manifest.json", "with its command of recipes/prepare.py"
     if not file.is_file():
         raise UserError(f"{data} has no manifest.json; make the folder with recipes/prepare.py")
-    manifest = read_json(
-        file, MANIFEST, "delete it and make the folder again with its command of recipes/prepare.py"
-    )
+    manifest = read_json(file, MANIFEST, f"delete it and make the folder again {again}")
     if found := damage(file, manifest):
-        raise UserError(f"{found}; make it again with the command of recipes/prepare.py")
+        raise UserError(f"{found}; make it again {again}")
     if split is not None and manifest["splits"].get(split, {"blocks": 0})["blocks"] == 0:
         raise UserError(
             f"--split {split}: {data} has no {split} rows; prepare it again with --{split} SHARE, "
@@ -121,7 +119,6 @@ def read_json(path: Path, entries: dict[str, type] | None = None, remedy: str = 
     """The content of a JSON file.
 
     Args:
-        path: the file.
         entries: names and types that its content, an object, must have at least; None takes any
             content.
         remedy: what the user can do about a file that is not so.
@@ -285,8 +282,9 @@ def damage(file: Path, record: dict) -> str:
     if record.get(OWN) != _own_checksum(record):
         return f"{file} has changed"
     what = []
-    for name, checksum in record.get(FILES, {}).items():
-        path = file.parent / name
+    for path, checksum in (
+        (file.parent / name, own) for name, own in record.get(FILES, {}).items()
+    ):
         if not path.is_file():
             what.append(f"{path} is missing")
         elif _checksum(path) != checksum:

@@ -3,12 +3,9 @@ much more of it would be.
 
 What a linear memory gives back is an average over all that was written. A model that finds a token
 in rows of 2,048 has no reason to let it outweigh more than those; in a text sixteen times as long
-it is lost. Where the memory already holds other text when the row begins, and counts it many times
-over, the loss asks for that margin, at the cost of one more short row.
-
-Gradients reach that text as well. Were it a constant, a row would gain by making all that it writes
-heavier, and with it the next row's past: weights that only grow (those of `memory_write` then reach
-the limit of the exponents).
+it is lost. A memory that already holds other text, many times over, makes the loss ask for that
+margin. Gradients reach that text as well: were it a constant, a row would gain by making all that
+it writes heavier, and with it the next row's past, without an end.
 """
 
 from dataclasses import replace
@@ -75,8 +72,8 @@ def weigh_memories(cache: InfiniCache, factors: torch.Tensor) -> InfiniCache:
     for layer in cache.layers:
         if isinstance(layer, InfiniLayer):
             memory, normaliser = layer.state.memory, layer.state.normaliser
-            memory = memory * factors[:, None, None, None].to(memory.dtype)
-            normaliser = normaliser * factors[:, None, None].to(normaliser.dtype)
+            times = factors[:, None, None].to(memory.dtype)
+            memory, normaliser = memory * times[..., None], normaliser * times.to(normaliser.dtype)
             layer.state = replace(layer.state, memory=memory, normaliser=normaliser)
     return cache
 

@@ -24,22 +24,10 @@ from transformers import TrainerCallback, TrainerState
 
 from cli import UserError
 from hf_infini.tools.training import gate_values
-from support.stages import (
-    LEFTOVER,
-    LOCK_FOLDER,
-    RESULT,
-    check_unchanged,
-    checksums,
-    damage,
-    flush_all,
-    locked_folder,
-    read_json,
-    sealed,
-    to_json,
-    write_json,
-    write_text,
-)
+from support import stages
+from support.stages import check_unchanged, checksums, read_json, sealed, to_json, write_json
 
+RESULT = stages.RESULT
 COMPLETE, OPTIONS, METRICS = "complete.json", "run.json", "metrics.jsonl"
 # What readers of result.json use of it; recipes/train.py writes it
 RESULT_ENTRIES = dict.fromkeys(
@@ -53,14 +41,11 @@ RESULT_ENTRIES |= dict.fromkeys(("data_fingerprint", "command", "hardware", "dat
 @contextlib.contextmanager
 def open_run(folder: Path, options: dict) -> Iterator[tuple[bool, Path | None]]:
     """Locks the folder for this run and yields how far the run is: whether it is finished, and its
-    newest whole checkpoint. A finished run is not locked.
-
-    All processes of a launch call this. The main process locks the folder and looks, and the others
-    get what it found.
+    newest whole checkpoint. A finished run is not locked. All processes of a launch call this; the
+    main process locks the folder and looks, and the others get what it found.
 
     Raises UserError, in all of them, when another process holds the folder, or where
-    [`check_same_run`], [`read_result`] or [`last_complete_checkpoint`] does.
-    """
+    [`check_same_run`], [`read_result`] or [`last_complete_checkpoint`] does."""
 
     def is_finished() -> bool:
         check_same_run(folder, options)
@@ -73,7 +58,7 @@ def open_run(folder: Path, options: dict) -> Iterator[tuple[bool, Path | None]]:
                 # before the lock, which writes: a folder of something else stays as it is
                 finished = is_finished()
                 if not finished:
-                    stack.enter_context(locked_folder(folder))
+                    stack.enter_context(stages.locked_folder(folder))
                     finished = is_finished()  # as its last holder left it
                 found = [(finished, None if finished else last_complete_checkpoint(folder))]
             except (UserError, OSError) as error:
@@ -86,11 +71,8 @@ def open_run(folder: Path, options: dict) -> Iterator[tuple[bool, Path | None]]:
 
 def begin_run(folder: Path, options: dict, checkpoint: Path | None) -> None:
     """Writes `run.json`, and deletes the checkpoints that the run will not use, half-written ones
-    among them.
-
-    They would count towards the limit by which the Trainer deletes old checkpoints, and could push
-    out the good one.
-    """
+    among them: they would count towards the limit by which the Trainer deletes old ones, and could
+    push out the good one."""
     write_json(folder / OPTIONS, options)
     for path in _checkpoints(folder):
         if path != checkpoint:
@@ -106,7 +88,7 @@ def check_same_run(folder: Path, options: dict) -> None:
             one of the two does not have counts as None.
     """
     entries = list(folder.iterdir()) if folder.is_dir() else []
-    if all(entry.name == LOCK_FOLDER or entry.match(LEFTOVER) for entry in entries):
+    if all(entry.name == stages.LOCK_FOLDER or entry.match(stages.LEFTOVER) for entry in entries):
         return
     if not (folder / OPTIONS).exists():
         raise UserError(
@@ -143,7 +125,7 @@ def read_result(folder: Path) -> dict:
 def mark_complete(checkpoint: Path) -> None:
     """Writes `complete.json`, with the checksums of all files, when these are on the disk: the last
     thing that happens to a checkpoint."""
-    flush_all(checkpoint)
+    stages.flush_all(checkpoint)
     write_json(checkpoint / COMPLETE, sealed({}, checksums(checkpoint)))
 
 
@@ -186,7 +168,7 @@ def _damage_since(checkpoint: Path) -> str:
         return str(error)
     if not record:
         say(f"{checkpoint.name} is of an earlier version, without checksums: it is not checked")
-    return damage(checkpoint / COMPLETE, record)
+    return stages.damage(checkpoint / COMPLETE, record)
 
 
 def checkpoint_step(path: Path) -> int:
@@ -200,16 +182,12 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 class RunRecorder(TrainerCallback):
     """Writes `metrics.jsonl`, marks complete checkpoints, and times the training without evaluation
-    and saving.
-
-    The lines are also kept in the Trainer's state, so that every checkpoint has those up to its
-    step, see [`lines_of`].
+    and saving. The lines are also in the Trainer's state, so that every checkpoint has those up to
+    its step, see [`lines_of`].
 
     Args:
-        folder: the run's folder.
         tokens_per_step: tokens that one optimiser step reads, over all processes.
-        reads_memory: whether any token reads a memory, so that gates mean anything.
-    """
+        reads_memory: whether any token reads a memory, so that gates mean anything."""
 
     def __init__(self, folder: Path, tokens_per_step: int, reads_memory: bool = True):
         self.reads_memory = reads_memory
@@ -283,7 +261,7 @@ def lines_of(state: TrainerState) -> list[dict]:
 def write_lines(folder: Path, lines: list[dict]) -> None:
     """Writes `metrics.jsonl` as a whole."""
     file = folder / METRICS
-    write_text(file, "".join(to_json(line, file) + "\n" for line in lines))
+    stages.write_text(file, "".join(to_json(line, file) + "\n" for line in lines))
 
 
 def say(text: str) -> None:

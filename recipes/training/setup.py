@@ -105,24 +105,16 @@ def gate_rate(given: float | None, config) -> float | None:
     if getattr(config, "infini_layers", ()):
         return 0.01 if given is None else given
     if given is not None:
-        raise UserError(
-            "--gate_learning_rate is for the gates of a memory, and this model has none: leave it "
-            "out"
-        )
+        what = "--gate_learning_rate is for the gates of a memory"
+        raise UserError(f"{what}, and this model has none: leave it out")
     return None
 
 
 def number_of_steps(run, steps_per_epoch: int, tokens_per_step: int) -> int:
-    """Optimiser steps until the first of the ends that were set; one epoch when none was.
-
-    Args:
-        run: an object with `epochs`, `max_tokens` and `max_steps`, each a positive number or None.
-    """
-    ends = [
-        run.max_steps,
-        run.max_tokens and math.ceil(run.max_tokens / tokens_per_step),
-        run.epochs and math.ceil(run.epochs * steps_per_epoch),
-    ]
+    """Optimiser steps until the first of the ends that were set, `epochs`, `max_tokens` and
+    `max_steps`, each a positive number or None; one epoch when none was."""
+    ends = [run.max_steps, run.max_tokens and math.ceil(run.max_tokens / tokens_per_step)]
+    ends.append(run.epochs and math.ceil(run.epochs * steps_per_epoch))
     return min(filter(None, ends), default=steps_per_epoch)
 
 

@@ -21,27 +21,20 @@ from recall.rows import NOT_COUNTED
 
 @contextlib.contextmanager
 def full_attention(model, tokens: int) -> Iterator[None]:
-    """Within it, the model computes what the plain one does, on whole rows without padding or
-    packing.
-
-    Args:
-        model: with Infini-attention, perhaps inside another wrapper.
-        tokens: of the longest row.
-    """
+    """Within it, a model with Infini-attention, perhaps inside another wrapper, computes what the
+    plain one does, on whole rows of at most so many tokens without padding or packing."""
+    decoder = decoder_of(model)
     # A window's first place is taken by nothing
-    in_one_window = {
-        "infini": SharedInputs(None, None, decoder_of(model).rotary_tables(tokens + 1))
-    }
+    in_one_window = SharedInputs(None, None, decoder.rotary_tables(tokens + 1))
 
     def attend_to_everything(layer: InfiniAttentionMixin, args: tuple, keywords: dict):
-        return args, keywords | in_one_window
+        return args, keywords | {"infini": in_one_window}
 
     with contextlib.ExitStack() as handles:
-        for layer in attention_layers(decoder_of(model)):
+        for layer in attention_layers(decoder):
             if isinstance(layer, InfiniAttentionMixin):
-                handles.callback(
-                    layer.register_forward_pre_hook(attend_to_everything, with_kwargs=True).remove
-                )
+                hook = layer.register_forward_pre_hook(attend_to_everything, with_kwargs=True)
+                handles.callback(hook.remove)
         yield
 
 

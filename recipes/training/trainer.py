@@ -24,14 +24,12 @@ class PerplexityTrainer(Trainer):
     sigmoid(gate).
 
     Args:
-        *args, **kwargs: the Trainer's own.
         optimizer_of: makes the optimiser of a model, which is sharded by then where it is to be.
         past_of: makes the cache that training rows begin with, of a model, the number of rows and a
             device; None, or where it makes None: they begin with nothing.
         context_parallel_size: how many processes share each row
             ([`hf_infini.tools.parallel.shard_rows`]); neighbours by rank do. The rest is data
-            parallelism: `per_device_train_batch_size` rows for each such group.
-    """
+            parallelism: `per_device_train_batch_size` rows for each such group."""
 
     def __init__(
         self,
@@ -99,9 +97,8 @@ class PerplexityTrainer(Trainer):
         sums = ids.new_zeros(len(ids), 2, dtype=torch.float64)  # of each row's losses and tokens
         with self.accelerator.autocast():
             for _, losses, targets in stream_losses(model, **inputs, chunk=chunk):
-                sums += torch.stack(
-                    [losses.sum(1, dtype=torch.float64), (targets != -100).sum(1)], 1
-                )
+                sums[:, 0] += losses.sum(1, dtype=torch.float64)
+                sums[:, 1] += (targets != -100).sum(1)
         # without the rows that fill up the last batch
         self.evaluated += self.gather_function(sums).sum(0).cpu()
         return None, None, None

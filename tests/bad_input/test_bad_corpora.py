@@ -219,14 +219,8 @@ def test_stretches_without_a_break_take_linear_time(tmp_path, capsys):
     words = " ".join(f"{number:x}abc{number * 7919:x}" for number in range(4000))
     (tmp_path / "a.txt").write_text(words + "a" * 500_000 + words)
     argv = [
-        "--source",
-        tmp_path / "a.txt",
-        "--out",
-        tmp_path / "out",
-        "--context",
-        8,
-        "--split_by",
-        "block",
+        *f"--source {tmp_path / 'a.txt'} --out {tmp_path / 'out'} --context 8".split(),
+        *"--split_by block".split(),
     ]
     start = time.process_time()
     handled(load_recipe("prepare").main, [*argv, "--vocab_size", "2000"], capsys)

@@ -16,17 +16,7 @@ from support.preparation import run_stage
 from support.prepared import open_rows, read_tokenizer
 
 PREPARE = ["--vocab_size", "400", "--context", "64", "--validation", "0.2"]
-RECALL = [
-    "--context",
-    "64",
-    "--rows",
-    "8",
-    "--validation_rows",
-    "2",
-    "--mix",
-    "text=0.5",
-    "codes=0.5",
-]
+RECALL = "--context 64 --rows 8 --validation_rows 2 --mix text=0.5 codes=0.5".split()
 prepare, prepare_recall = (load_recipe(name).main for name in ("prepare", "prepare_recall"))
 
 

@@ -127,18 +127,7 @@ def test_all_readers_refuse(recipe, base, data, tmp_path, capsys):
         "train": training(data, out),
         "study": ["--runs", small_run(base), "--data", data, "--out", out],
         "dilute": training(small_data(base), out, "--dilute_with", data),
-        "prepare_recall": [
-            "--data",
-            data,
-            "--out",
-            out,
-            "--rows",
-            2,
-            "--mix",
-            "text=1",
-            "--context",
-            8,
-        ],
+        "prepare_recall": f"--data {data} --out {out} --rows 2 --mix text=1 --context 8".split(),
     }[recipe]
     main = load_recipe("train" if recipe == "dilute" else recipe).main
     refused(main, words, capsys, str(data), keeps=data)
@@ -151,12 +140,7 @@ def test_held_out_documents(base, data, tmp_path, capsys, damage):
     words = [
         "--model",
         small_run(base),
-        "--data",
-        data,
-        "--length",
-        32,
-        "--out",
-        tmp_path / "found",
+        *f"--data {data} --length 32 --out {tmp_path / 'found'}".split(),
     ]
     refused(
         load_recipe("evaluate_model").main,
@@ -177,14 +161,8 @@ def test_rows_of_another_tokenizer(base, tmp_path, capsys):
     ]
     source.write_text("".join(json.dumps(line) + "\n" for line in others))
     words = [
-        "--source",
-        source,
-        "--tokenizer",
-        "characters",
-        "--context",
-        16,
-        "--out",
-        tmp_path / "data",
+        *f"--source {source} --tokenizer characters --context 16".split(),
+        *f"--out {tmp_path / 'data'}".split(),
     ]
     load_recipe("prepare").main([*map(str, words), "--validation", "0.15"])
     words = ["--model", small_run(base), "--data", tmp_path / "data", "--out", tmp_path / "found"]

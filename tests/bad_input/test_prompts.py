@@ -58,16 +58,8 @@ def test_tokenizers(case, tmp_path, capsys, monkeypatch):
     train_bpe([TEXT], 300).save_pretrained(tmp_path / "tokenizer")
     change(tmp_path / "tokenizer")
     argv = [
-        "--source",
-        "text.txt",
-        "--split_by",
-        "block",
-        "--context",
-        "8",
-        "--tokenizer",
-        "./tokenizer",
-        "--out",
-        "out",
+        *"--source text.txt --split_by block --context 8 --tokenizer ./tokenizer".split(),
+        *"--out out".split(),
     ]
     refused(load_recipe("prepare").main, argv, capsys, "--tokenizer ./tokenizer", message)
     assert not (tmp_path / "out" / "manifest.json").exists()

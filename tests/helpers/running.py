@@ -148,35 +148,13 @@ def infini_options(data: Path) -> list:
         "--data",
         data,
         *SIZES,
-        "--attention",
-        "infini",
-        "--segment_length",
-        16,
-        "--position_encoding",
-        "segment",
+        *"--attention infini --segment_length 16 --position_encoding segment".split(),
     ]
     options += [
-        "--dropout",
-        0.1,
-        "--batch_size",
-        32,
-        "--gradient_accumulation",
-        2,
-        "--epochs",
-        2.5,
-        "--save_steps",
-        3,
+        *"--dropout 0.1 --batch_size 32 --gradient_accumulation 2 --epochs 2.5".split(),
+        *"--save_steps 3".split(),
     ]
-    return options + [
-        "--eval_steps",
-        5,
-        "--eval_rows",
-        16,
-        "--logging_steps",
-        2,
-        "--learning_rate",
-        0.005,
-    ]
+    return options + "--eval_steps 5 --eval_rows 16 --logging_steps 2 --learning_rate 0.005".split()
 
 
 def self_options(data: Path) -> list:
@@ -184,14 +162,7 @@ def self_options(data: Path) -> list:
         "--data",
         data,
         *SIZES,
-        "--attention",
-        "self",
-        "--batch_size",
-        4,
-        "--max_steps",
-        5,
-        "--eval_steps",
-        2,
+        *"--attention self --batch_size 4 --max_steps 5 --eval_steps 2".split(),
     ]
     return options + ["--logging_steps", 1, "--save_steps", 2, "--precision", "float32"]
 
@@ -211,34 +182,12 @@ def losses(folder: Path) -> list[tuple]:
 # --- the model from scratch ---
 
 KINDS = {
-    "global": [
-        "--score",
-        "additive",
-        "--position_encoding",
-        "t5",
-        "--num_buckets",
-        "8",
-        "--max_distance",
-        "20",
-    ],
-    "local": [
-        "--sliding_window",
-        "5",
-        "--position_encoding",
-        "rope",
-        "--rope_theta",
-        "100",
-        "--n_inner",
-        "48",
-    ],
+    "global": "--score additive --position_encoding t5 --num_buckets 8 --max_distance 20".split(),
+    "local": "--sliding_window 5 --position_encoding rope --rope_theta 100 --n_inner 48".split(),
     "infini": ["--segment_length", "16", "--score", "dot", "--gate_init", "-1", "--dropout", "0.1"],
     "none": [
-        "--position_encoding",
-        "sinusoidal",
-        "--tie_word_embeddings",
-        "true",
-        "--activation_function",
-        "relu",
+        *"--position_encoding sinusoidal --tie_word_embeddings true".split(),
+        *"--activation_function relu".split(),
     ],
 }
 STEPS = 9
@@ -246,35 +195,17 @@ STEPS = 9
 
 def causal_mha_options(base, kind: str) -> list[str]:
     options = [
-        "--model",
-        "causal_mha",
-        "--attention",
-        kind,
+        *f"--model causal_mha --attention {kind}".split(),
         *KINDS[kind],
         "--data",
         str(prepared_data(base)),
         *SIZES,
     ]
     options += [
-        "--batch_size",
-        "16",
-        "--gradient_accumulation",
-        "1",
-        "--max_steps",
-        str(STEPS),
-        "--learning_rate",
-        "0.01",
+        *f"--batch_size 16 --gradient_accumulation 1 --max_steps {STEPS}".split(),
+        *"--learning_rate 0.01".split(),
     ]
-    return options + [
-        "--eval_steps",
-        "3",
-        "--save_steps",
-        "3",
-        "--logging_steps",
-        "1",
-        "--precision",
-        "float32",
-    ]
+    return options + "--eval_steps 3 --save_steps 3 --logging_steps 1 --precision float32".split()
 
 
 def trained(base, kind: str):

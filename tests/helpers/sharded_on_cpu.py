@@ -32,11 +32,8 @@ def run_as_sharded_rank(config_file, name: str, command: list) -> list:
     """[`ranks.run_as_rank`] with the environment that `accelerate launch --config_file` gives its
     processes."""
     given = [
-        "--config_file",
-        str(config_file),
-        "--num_processes",
-        str(distributed.get_world_size()),
-        name,
+        *f"--config_file {config_file}".split(),
+        *f"--num_processes {distributed.get_world_size()} {name}".split(),
     ]
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(given))
     os.environ |= prepare_multi_gpu_env(arguments)

@@ -25,29 +25,10 @@ OF_ZOOLOGY = {
     (256, 64, 5, 8192, 4_000_000_000): ("c1b10766344372b7", "3e4936917bd6be3d"),
     (16, 3, 4, 33, 1): ("822fbbb25745c51e", "bf55d573eb9b9dcf"),
 }
-TINY = [
-    "--vocabulary",
-    40,
-    "--train",
-    "16x2x40",
-    "24x3x20",
-    "--test",
-    "16x2x10",
-    "32x4x6",
-    "--batch_size",
-    8,
-]
+TINY = "--vocabulary 40 --train 16x2x40 24x3x20 --test 16x2x10 32x4x6 --batch_size 8".split()
 TINY += [
-    "--d_model",
-    16,
-    "--segment_length",
-    8,
-    "--window",
-    4,
-    "--use_cpu",
-    "true",
-    "--learning_rates",
-    0.01,
+    *"--d_model 16 --segment_length 8 --window 4 --use_cpu true".split(),
+    *"--learning_rates 0.01".split(),
 ]
 
 
@@ -306,16 +287,7 @@ def test_attention_learns_to_recall_and_diverges_at_a_rate_too_high(tmp_path):
     """What is recalled is in the row only: a guess among its values is right one time in two."""
     options = [
         *TINY,
-        "--train",
-        "16x2x4000",
-        "--test",
-        "16x2x200",
-        "--batch_size",
-        32,
-        "--epochs",
-        6,
-        "--stop_above",
-        0.9,
+        *"--train 16x2x4000 --test 16x2x200 --batch_size 32 --epochs 6 --stop_above 0.9".split(),
     ]
     run_recipe("mqar", "--mixers", "attention", *options, "--out", tmp_path)
     result = json.loads(next(tmp_path.glob("*/result.json")).read_text(encoding="utf-8"))
@@ -324,16 +296,9 @@ def test_attention_learns_to_recall_and_diverges_at_a_rate_too_high(tmp_path):
         and [line["accuracy"] > 0.9 for line in result["history"][:-1]].count(True) == 0
     )
     run_recipe(
-        "mqar",
-        "--mixers",
-        "attention",
+        *"mqar --mixers attention".split(),
         *TINY,
-        "--learning_rates",
-        1e30,
-        "--epochs",
-        3,
-        "--out",
-        tmp_path / "broken",
+        *f"--learning_rates 1e30 --epochs 3 --out {tmp_path / 'broken'}".split(),
     )
     result = json.loads(next(tmp_path.glob("broken/*/result.json")).read_text(encoding="utf-8"))
     assert result["diverged"] and result["epochs"] == 1 and result["history"][0]["loss"] is None

@@ -37,18 +37,7 @@ def measure(*argv) -> str:
 def everything(tmp_path_factory):
     """One run of all parts on tiny sizes: what it printed, and its --out."""
     out = tmp_path_factory.mktemp("benchmark") / "deep" / "all.json"
-    options = [
-        "--contexts",
-        40,
-        90,
-        "--batches",
-        1,
-        3,
-        "--contestants",
-        "infini",
-        "loop-split",
-        "causal-sdpa",
-    ]
+    options = "--contexts 40 90 --batches 1 3 --contestants infini loop-split causal-sdpa".split()
     return measure(*TINY, *options, "--out", out), out
 
 
@@ -107,14 +96,8 @@ def test_a_new_token_after_long_contexts(everything):
 def test_a_checkpoint(tmp_path):
     decoder("llama").save_pretrained(tmp_path / "llama")
     settings = [
-        "--parts",
-        "decoding",
-        "--model",
-        tmp_path / "llama",
-        "--contexts",
-        "50",
-        "--out",
-        tmp_path / "x.json",
+        *f"--parts decoding --model {tmp_path / 'llama'} --contexts 50".split(),
+        *f"--out {tmp_path / 'x.json'}".split(),
     ]
     measure(*TINY[2:], *settings)
     assert [row["name"] for row in rows_of(tmp_path / "x.json", "decoding")] == ["infini", "stock"]

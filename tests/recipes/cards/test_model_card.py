@@ -65,13 +65,7 @@ def trained(base, tmp_path_factory):
 
 def options_of(trained, out, *more) -> list[str]:
     words = [
-        "--run",
-        trained,
-        "--out",
-        out,
-        "--language",
-        "en",
-        "--data_license",
+        *f"--run {trained} --out {out} --language en --data_license".split(),
         "public domain",
         "--prompt",
         "To be",
@@ -223,18 +217,8 @@ def test_earlier_runs_are_those_that_were_continued(tmp_path):
 def test_samples_end_where_the_positions_do(base, tmp_path):
     out = tmp_path / "self"
     words = [
-        "--attention",
-        "self",
-        "--n_layer",
-        1,
-        "--n_embd",
-        16,
-        "--n_head",
-        1,
-        "--use_cpu",
-        "true",
-        "--max_steps",
-        1,
+        *"--attention self --n_layer 1 --n_embd 16 --n_head 1 --use_cpu true".split(),
+        *"--max_steps 1".split(),
     ]
     load_recipe("train").main([*map(str, ["--data", prepared_data(base), *words, "--out", out])])
     cards_folder.write_model(out, tmp_path / "card")

@@ -19,16 +19,8 @@ prepare = load_recipe("prepare")
 
 COUNT = 40
 BIOGRAPHIES = [
-    "--source",
-    "biographies",
-    "--biographies",
-    COUNT,
-    "--vocab_size",
-    500,
-    "--context",
-    128,
-    "--validation",
-    0.1,
+    *f"--source biographies --biographies {COUNT} --vocab_size 500 --context 128".split(),
+    *"--validation 0.1".split(),
 ]
 
 
@@ -185,14 +177,8 @@ def test_texts_that_come_again_are_counted_and_can_be_left_out(tmp_path, capsys)
     rows = [{"text": text} for text in texts * 49 + ["só aqui " * 300] * 4]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = [
-        "--source",
-        tmp_path / "rows.jsonl",
-        "--vocab_size",
-        300,
-        "--context",
-        16,
-        "--validation",
-        0.1,
+        *f"--source {tmp_path / 'rows.jsonl'} --vocab_size 300 --context 16".split(),
+        *"--validation 0.1".split(),
     ]
     for _ in range(2):  # the second reuses what the first has made
         manifest = run(*options, out=tmp_path / "out")

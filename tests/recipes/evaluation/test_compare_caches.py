@@ -46,14 +46,8 @@ def folder(tmp_path_factory):
 def compare(folder, out, *options) -> dict:
     """Runs the recipe in this process and returns its JSON."""
     given = [
-        "--model",
-        folder / "model",
-        "--adapter",
-        folder / "adapter",
-        "--text",
-        folder / "text.txt",
-        "--device",
-        "cpu",
+        *f"--model {folder / 'model'} --adapter {folder / 'adapter'}".split(),
+        *f"--text {folder / 'text.txt'} --device cpu".split(),
     ]
     compare_caches.main([*map(str, given), *map(str, options), "--out", str(out)])
     return json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
@@ -151,20 +145,7 @@ def test_numbers_and_facts_are_counted_by_length(folder, tmp_path, monkeypatch):
         return score(model, examples, *args, **kwargs)
 
     monkeypatch.setattr(tasks, "score_answers", listened)
-    options = [
-        "--task",
-        "passkey",
-        "--language",
-        "en",
-        "--lengths",
-        200,
-        240,
-        "--depths",
-        0,
-        0.5,
-        "--samples",
-        2,
-    ]
+    options = "--task passkey --language en --lengths 200 240 --depths 0 0.5 --samples 2".split()
     found = compare(
         folder, tmp_path / "found", *options, "--ways", "plain", "half", "--caches", 256
     )["contestants"]
@@ -259,17 +240,7 @@ def test_bad_options(folder, tmp_path, capsys):
         refused(compare_caches.main, [*argv, "--device", "cpu", *options], capsys, message)
     refused(
         compare_caches.main,
-        [
-            *argv,
-            "--adapter",
-            str(tmp_path / "none"),
-            "--ways",
-            "half",
-            "--length",
-            "100",
-            "--count_from",
-            "40",
-        ],
+        [*argv, *f"--adapter {tmp_path / 'none'} --ways half --length 100 --count_from 40".split()],
         capsys,
         "there is no folder",
     )

@@ -107,14 +107,8 @@ def test_joined_documents_far_beyond_the_trained_context(model_and_data, tmp_pat
         "".join(json.dumps({"text": text}) + "\n" for text in texts)
     )
     options = [
-        "--text",
-        tmp_path / "texts.jsonl",
-        "--length",
-        100,
-        "--min_characters",
-        10,
-        "--max_tokens",
-        201,
+        *f"--text {tmp_path / 'texts.jsonl'} --length 100 --min_characters 10".split(),
+        *"--max_tokens 201".split(),
     ]
     found = evaluate(tmp_path, "--model", folder, *options)
     stream = [token for text in (texts[0], texts[2]) for token in tokens_of(folder, text)]
@@ -158,16 +152,9 @@ def test_what_is_refused(model_and_data, base, tmp_path, capsys):
         refused(evaluate_model.main, argv, capsys, message, keeps=tmp_path)
     learned = trained(base, "infini")
     argv = [
-        "--model",
-        learned,
-        "--data",
-        data,
-        "--length",
+        *f"--model {learned} --data {data} --length".split(),
         CONTEXT + 1,
-        "--device",
-        "cpu",
-        "--out",
-        tmp_path / "e",
+        *f"--device cpu --out {tmp_path / 'e'}".split(),
     ]
     refused(
         evaluate_model.main,
@@ -187,10 +174,8 @@ def test_the_test_split(model_and_data, base, tmp_path):
     folder, data = tmp_path / "model", tmp_path / "data"
     shutil.copytree(model_and_data[0], folder, ignore=shutil.ignore_patterns("checkpoint-*"))
     options = [
-        "--source",
-        base / "train_data" / "text.jsonl",
-        "--tokenizer",
-        model_and_data[1] / "tokenizer",
+        *f"--source {base / 'train_data' / 'text.jsonl'}".split(),
+        *f"--tokenizer {model_and_data[1] / 'tokenizer'}".split(),
     ]
     options += ["--context", CONTEXT, "--validation", 0.1, "--test", 0.1, "--out", data]
     load_recipe("prepare").main([*map(str, options)])
@@ -236,12 +221,7 @@ def test_documents_kept_apart_and_labels_give_train_s_number(base, tmp_path):
     write_json(data / "manifest.json", sealed(manifest))
     options = [
         *infini_options(data),
-        "--epochs",
-        0.2,
-        "--separate_documents",
-        "true",
-        "--out",
-        tmp_path / "run",
+        *f"--epochs 0.2 --separate_documents true --out {tmp_path / 'run'}".split(),
     ]
     load_recipe("train").main([*map(str, options)])
     options, expected = ["--model", tmp_path / "run", "--data", data], result(tmp_path / "run")

@@ -24,16 +24,8 @@ def long_prompt() -> str:
 
 def test_standard_output_is_the_text_alone(model, tmp_path, long_prompt, capfd):
     (tmp_path / "prompt.txt").write_text(long_prompt, encoding="utf-8")
-    options = [
-        "--model",
-        model,
-        "--prompt_file",
-        tmp_path / "prompt.txt",
-        "--chunk",
-        100,
-        "--max_new_tokens",
-        12,
-    ]
+    options = ["--model", model, "--prompt_file", tmp_path / "prompt.txt", "--chunk", 100]
+    options += ["--max_new_tokens", 12]
     capfd.readouterr()
     generate.main([*map(str, options), "--device", "cpu"])
     shown = capfd.readouterr()
@@ -51,15 +43,8 @@ def test_a_padded_batch_in_any_chunks_is_the_prompts_one_by_one(model, capsys, l
 
 
 def test_the_seed_decides_in_any_chunks(model, capsys, long_prompt):
-    options = [
-        "--model",
-        model,
-        "--prompt",
-        long_prompt[:90],
-        long_prompt[90:150],
-        "--max_new_tokens",
-        8,
-    ]
+    options = ["--model", model, "--prompt", long_prompt[:90], long_prompt[90:150]]
+    options += ["--max_new_tokens", 8]
     drawn = [*options, "--do_sample", "true", "--temperature", 1.5]
     first = continuations(capsys, *drawn, "--seed", 1)
     assert (

@@ -39,14 +39,8 @@ def source(base: Path) -> Path:
     ]
     (base / "text.jsonl").write_text("".join(rows), encoding="utf-8")
     options = [
-        "--source",
-        base / "text.jsonl",
-        "--vocab_size",
-        600,
-        "--context",
-        128,
-        "--validation",
-        0.1,
+        *f"--source {base / 'text.jsonl'} --vocab_size 600 --context 128".split(),
+        *"--validation 0.1".split(),
     ]
     load_recipe("prepare").main([*map(str, options), "--out", str(base / "source")])
     return base / "source"
@@ -176,17 +170,7 @@ def test_invented_paragraphs_are_learned_as_a_whole(base, tmp_path):
 
 
 def test_drills_make_rows_of_any_length(base, tmp_path):
-    options = [
-        "--context",
-        256,
-        "--rows",
-        30,
-        "--validation_rows",
-        4,
-        "--mix",
-        "codes=0.5",
-        "echo=0.5",
-    ]
+    options = "--context 256 --rows 30 --validation_rows 4 --mix codes=0.5 echo=0.5".split()
     record = prepare(tmp_path / "drills", base, *options)["splits"]["train"]
     assert record["rows_by_kind"] == {"codes": 15, "echo": 15}
     # Rows ask until they are full: far more often than the three questions of a passkey row
@@ -196,18 +180,7 @@ def test_drills_make_rows_of_any_length(base, tmp_path):
 
 
 def test_rows_of_many_forms_ask_at_their_end_for_what_they_said(base, tmp_path):
-    options = [
-        "--context",
-        700,
-        "--rows",
-        40,
-        "--validation_rows",
-        4,
-        "--mix",
-        "forms=1",
-        "--language",
-        "en",
-    ]
+    options = "--context 700 --rows 40 --validation_rows 4 --mix forms=1 --language en".split()
     record = prepare(tmp_path / "forms", base, *options)["splits"]["train"]
     assert record["rows_by_kind"] == {"forms": 40}
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "forms" / "tokenizer")

@@ -175,11 +175,7 @@ def test_passkeys_of_a_random_model(base, capsys):
         saved(base, "infini"),
         "--text",
         texts(base),
-        "--task",
-        "passkey",
-        "--lengths",
-        256,
-        700,
+        *"--task passkey --lengths 256 700".split(),
     ]
     found = evaluate(base / "passkey", *options, "--depths", 3, "--samples", 6, "--chunk", 100)
     assert [(cell["length"], cell["depth"]) for cell in found["cells"]] == [
@@ -241,12 +237,7 @@ def test_facts_of_a_random_model(base, capsys):
     options = [
         "--model",
         saved(base, "infini"),
-        "--task",
-        "facts",
-        "--samples",
-        24,
-        "--batch_size",
-        5,
+        *"--task facts --samples 24 --batch_size 5".split(),
     ]
     found = evaluate(base / "facts", *options, "--distances", 0, 1, 6)
     assert found["segment_length"] == 32
@@ -278,12 +269,7 @@ def test_cells_beyond_a_model_s_reach(base, capsys):
         saved(base, "gpt2"),
         "--text",
         texts(base),
-        "--task",
-        "passkey",
-        "--depths",
-        0.5,
-        "--samples",
-        2,
+        *"--task passkey --depths 0.5 --samples 2".split(),
     ]
     found = evaluate(base / "reach", *options, "--lengths", 20, 400, 600)
     short, fits, long = found["cells"]
@@ -294,13 +280,7 @@ def test_cells_beyond_a_model_s_reach(base, capsys):
         [
             "--model",
             saved(base, "gpt2"),
-            "--task",
-            "facts",
-            "--segment_length",
-            256,
-            "--distances",
-            2,
-            4,
+            *"--task facts --segment_length 256 --distances 2 4".split(),
         ],
     ):
         with pytest.raises(SystemExit) as stopped:
@@ -316,11 +296,7 @@ def test_a_killed_task_goes_on_where_it_was(base, tmp_path):
         saved(base, "infini"),
         "--text",
         texts(base),
-        "--task",
-        "passkey",
-        "--depths",
-        0.2,
-        0.8,
+        *"--task passkey --depths 0.2 0.8".split(),
     ]
     options += ["--samples", 4, "--chunk", 64, "--batch_size", 2]
     options = [*map(str, options), "--lengths", *map(str, range(200, 1200, 200))]

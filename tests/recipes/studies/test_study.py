@@ -40,12 +40,8 @@ evaluate: {long: {length: 512, min_characters: 500, device: cpu}}
 
 def arguments(base, *options) -> list[str]:
     words = [
-        "--study",
-        base / "toy.yaml",
-        "--source",
-        base / "text.jsonl",
-        "--out",
-        base / "out",
+        *f"--study {base / 'toy.yaml'} --source {base / 'text.jsonl'}".split(),
+        *f"--out {base / 'out'}".split(),
         *options,
     ]
     return [*map(str, words)]

@@ -34,9 +34,7 @@ def test_every_scale_and_variant_is_taken_by_the_recipes(tmp_path, capsys):
             "--study",
             VARIANTS,
             str(CONFIGS / f"study_{scale}.yaml"),
-            "--source",
-            "CAROLINA",
-            "--dry_run",
+            *"--source CAROLINA --dry_run".split(),
         ]
         study.main([*words, "--out", str(tmp_path / "out")])
         lines = capsys.readouterr().out.splitlines()

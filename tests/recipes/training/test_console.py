@@ -60,10 +60,7 @@ def test_gates_that_no_token_reads_are_not_shown(base, tmp_path, capsys):
     """A segment as long as the rows: every token finds the memory empty."""
     words = [
         *map(str, infini_options(prepared_data(base))),
-        "--segment_length",
-        str(CONTEXT),
-        "--max_steps",
-        "2",
+        *f"--segment_length {CONTEXT} --max_steps 2".split(),
     ]
     load_recipe("train").main([*words, "--out", str(tmp_path / "run")])
     result = json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))

@@ -40,16 +40,7 @@ def begun(tmp_path):
     """A prepared folder, a model and its adapter in a folder, as arguments of the recipe."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     data = tmp_path / "data"
-    how = [
-        "--text_unit",
-        "paragraph",
-        "--tokenizer",
-        "characters",
-        "--context",
-        128,
-        "--validation",
-        0.3,
-    ]
+    how = "--text_unit paragraph --tokenizer characters --context 128 --validation 0.3".split()
     run_recipe("prepare", "--source", tmp_path / "text.txt", *how, "--out", data)
     tokens = json.loads((data / "manifest.json").read_text())["tokenizer"]
     model = decoder("llama", vocab_size=tokens["vocabulary"], **SIZES)
@@ -60,14 +51,8 @@ def begun(tmp_path):
     save_adapter(fitted(patched), tmp_path / "adapter")
 
     given = [
-        "--model",
-        tmp_path / "model",
-        "--adapter",
-        tmp_path / "adapter",
-        "--data",
-        data,
-        "--rows",
-        3,
+        *f"--model {tmp_path / 'model'} --adapter {tmp_path / 'adapter'}".split(),
+        *f"--data {data} --rows 3".split(),
     ]
     return data, [*given, "--steps", 4, "--learning_rate", 0.01]
 
@@ -112,12 +97,7 @@ def test_what_is_saved_is_what_was_measured(four_bits, tmp_path):
         pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
     (data, given), out = begun(tmp_path), tmp_path / "out"
     given += [
-        "--steps",
-        8,
-        "--report_to",
-        "tensorboard",
-        "--out",
-        out,
+        *f"--steps 8 --report_to tensorboard --out {out}".split(),
         *(["--four_bits"] if four_bits else []),
     ]
     printed = run_recipe("finetune_lora", *given).stdout

@@ -28,41 +28,15 @@ def options(base, sharing: int, processes: int) -> list:
         "--data",
         prepared_data(base),
         *SIZES,
-        "--attention",
-        "infini",
-        "--segment_length",
-        8,
-        "--local_segments",
-        1,
+        *"--attention infini --segment_length 8 --local_segments 1".split(),
     ]
     given += [
-        "--position_encoding",
-        "segment",
-        "--sink_tokens",
-        2,
-        "--memory_conv",
-        3,
-        "--separate_documents",
-        "true",
+        *"--position_encoding segment --sink_tokens 2 --memory_conv 3".split(),
+        *"--separate_documents true".split(),
     ]
+    given += "--max_steps 8 --eval_steps 4 --eval_rows 12 --logging_steps 1 --save_steps 4".split()
     given += [
-        "--max_steps",
-        8,
-        "--eval_steps",
-        4,
-        "--eval_rows",
-        12,
-        "--logging_steps",
-        1,
-        "--save_steps",
-        4,
-    ]
-    given += [
-        "--precision",
-        "float32",
-        "--batch_size",
-        2,
-        "--gradient_accumulation",
+        *"--precision float32 --batch_size 2 --gradient_accumulation".split(),
         2 * sharing // processes,
     ]
     return given + (["--context_parallel_size", sharing] if processes > 1 else [])
@@ -147,10 +121,7 @@ def test_what_cannot_share_rows_is_refused(base, tmp_path, monkeypatch):
     done = run_recipe(
         "train",
         *options(base, 1, 1),
-        "--context_parallel_size",
-        2,
-        "--out",
-        tmp_path / "o",
+        *f"--context_parallel_size 2 --out {tmp_path / 'o'}".split(),
         check=False,
     )
     assert (

@@ -37,10 +37,7 @@ def self_run(base):
     run_recipe(
         "train",
         *self_options(prepared_data(base)),
-        "--gradient_accumulation",
-        4,
-        "--out",
-        base / "self",
+        *f"--gradient_accumulation 4 --out {base / 'self'}".split(),
     )
     return base / "self"
 
@@ -161,33 +158,13 @@ def test_two_processes_train_what_one_does(base, self_run):
 
 @pytest.mark.slow
 def test_infini_starts_from_plain_gpt2(base, self_run, tmp_path, capsys):
-    shared = [
-        "--data",
-        str(prepared_data(base)),
-        "--use_cpu",
-        "true",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    more = [
-        "--attention",
-        "infini",
-        "--segment_length",
-        "8",
-        "--memory_conv",
-        "2",
-        "--max_steps",
-        "2",
-    ]
+    shared = f"--data {prepared_data(base)} --use_cpu true --out {tmp_path / 'out'}".split()
+    more = "--attention infini --segment_length 8 --memory_conv 2 --max_steps 2".split()
     train.main(
         [
             *shared,
             *more,
-            "--init_from",
-            str(self_run),
-            "--learning_rate",
-            "1e-9",
-            "--gradient_checkpointing",
+            *f"--init_from {self_run} --learning_rate 1e-9 --gradient_checkpointing".split(),
         ]
     )
     plain = GPT2LMHeadModel.from_pretrained(self_run)
@@ -293,10 +270,7 @@ def test_user_errors(base, tmp_path, capsys):
         words = [
             "--data",
             prepared_data(base),
-            "--use_cpu",
-            "true",
-            "--out",
-            tmp_path / "o",
+            *f"--use_cpu true --out {tmp_path / 'o'}".split(),
             *options,
         ]
         refused(train.main, words, capsys, message, keeps=tmp_path)

@@ -74,25 +74,12 @@ def test_every_kind_of_attention_trains(base, kind):
 @pytest.mark.slow
 def test_a_trained_model_gets_a_memory(base, tmp_path):
     start = trained(base, "local")
-    options = [
-        "--data",
-        str(prepared_data(base)),
-        "--use_cpu",
-        "true",
-        "--model",
-        "causal_mha",
-        "--max_steps",
-        "2",
-    ]
+    options = (
+        f"--data {prepared_data(base)} --use_cpu true --model causal_mha --max_steps 2".split()
+    )
     options += [
-        "--attention",
-        "infini",
-        "--init_from",
-        str(start),
-        "--learning_rate",
-        "1e-9",
-        "--out",
-        str(tmp_path / "o"),
+        *f"--attention infini --init_from {start} --learning_rate 1e-9".split(),
+        *f"--out {tmp_path / 'o'}".split(),
     ]
     train.main(options)
     before, after = (
