@@ -29,12 +29,7 @@ NO_NETWORK = dict.fromkeys(
     ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"
 )
 # The pages on which figures are given with their commands
-RESULTS = (
-    "study study-options recall recall-steps speed speed-tables shakespeare robustness "
-    "kept-tokens pretrained"
-).split()
-RESULTS += ["conversion", "mqar", "recipes", "memory-files", "fine-tune", "documents"]
-RESULTS = [ROOT / "docs" / "notes" / f"{name}.md" for name in RESULTS]
+RESULTS = sorted((ROOT / "docs" / "notes").glob("*.md"))
 OTHERS = [page for page in (ROOT / "README.md", *PAGES) if page not in RESULTS]
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 

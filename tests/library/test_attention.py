@@ -88,7 +88,7 @@ def test_loop_over_segments_token_by_token_and_all_at_once_agree(rule, length):
     [("linear", (1.0, 3.0)), ("delta", (0.5, 2.0)), ("gated_delta", (1.0, 5.0))],
 )
 def test_which_rule_overwrites(rule, answers):
-    """Figures of docs/notes/update-rule.md: one key written 4,096 times with the value 1, and 4,096
+    """Figures of docs/notes/options.md: one key written 4,096 times with the value 1, and 4,096
     times more with 5."""
     same = torch.ones(1, 1, 8193, 4, dtype=torch.float64)
     value = torch.ones(1, 1, 8193, 1, dtype=torch.float64)
