@@ -333,16 +333,16 @@ class _Head:
         left = [
             held for held in self.places[self.sink_tokens : self.ahead] if held is not None
         ] + segment
-        stays, count = set(), self.of.score.count
+        chosen, count = set(), self.of.score.count
         for place in range(count):
             share = (self.kept_tokens + count - 1 - place) // count  # the first gets the odd place
-            others = [token for token in left if token.number not in stays]
+            others = [token for token in left if token.number not in chosen]
             # the earlier of equal ones
             best = sorted(others, key=lambda token, place=place: -token.score[place])[:share]
-            stays |= {token.number for token in best}
-        kept = [token for token in left if token.number in stays]
+            chosen |= {token.number for token in best}
+        kept = [token for token in left if token.number in chosen]
         self.places[self.sink_tokens : self.ahead] = [None] * (self.kept_tokens - len(kept)) + kept
-        return [token for token in left if token.number not in stays]
+        return [token for token in left if token.number not in chosen]
 
     def state(self):
         """This head's share of an [`InfiniState`]."""

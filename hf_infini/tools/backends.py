@@ -19,7 +19,7 @@ def backend_of(model: Model, batch: int = 1, tokens: int = 1024) -> dict[str, st
     plain torch. ValueError where no layer has a memory, or a number is below 1."""
     for name, number in {"batch": batch, "tokens": tokens}.items():
         check_number(name, number, {"at_least": 1})
-    said, layers = (
+    reasons, layers = (
         [],
         [name for name, layer in memory_layers(model).items() if layer.options.has_memory],
     )
@@ -28,14 +28,14 @@ def backend_of(model: Model, batch: int = 1, tokens: int = 1024) -> dict[str, st
             f"a {type(model).__name__} has no layer with a memory: patch_model() gives it some."
         )
 
-    def told(call: AttentionCall) -> Attended:
-        said.append(choose(call)[1])
+    def explain(call: AttentionCall) -> Attended:
+        reasons.append(choose(call)[1])
         return attend_grid(call)
 
     config, tokens = model.config, min(tokens, context_limit(model.config) or tokens)
     ids = torch.full(
         (batch, tokens), config.vocab_size // 2, device=device_of(model.get_input_embeddings())
     )
-    with torch.set_grad_enabled(model.training), torch.random.fork_rng(), forced_backend(told):
+    with torch.set_grad_enabled(model.training), torch.random.fork_rng(), forced_backend(explain):
         model(input_ids=ids, use_cache=False)
-    return dict(zip(layers, said, strict=True))
+    return dict(zip(layers, reasons, strict=True))

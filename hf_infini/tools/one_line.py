@@ -51,11 +51,10 @@ def while_(
         raise
     # also Ctrl-C, and the panics of libraries in Rust
     except BaseException as error:
-        stopped = isinstance(error, KeyboardInterrupt)  # then one is told, and else the other
+        stopped = isinstance(error, KeyboardInterrupt)  # then one is shown, and else the other
         needed = kept if stopped else remedy
-        said = needed if isinstance(needed, str) else needed()
-        told = ("", said) if stopped else (said, "")
-        raise Ended(doing, str(subject), *told) from error
+        shown = needed if isinstance(needed, str) else needed()
+        raise Ended(doing, str(subject), *(("", shown) if stopped else (shown, ""))) from error
 
 
 def say(message: str) -> None:

@@ -45,7 +45,8 @@ def attend_step(call: AttentionCall) -> Attended:
         if keep_score.receiving is not None:
             # `[B, K, places seen]`, of the mean over a group's heads and without kept tokens;
             # scores: `[B, K, places, R]`
-            received = masked_scores(grouped.detach(), seen_keys.detach(), layout.unkept, softmax)
+            detached = grouped.detach(), seen_keys.detach()
+            received = masked_scores(*detached, layout.in_window, softmax)
             received = received.softmax(-1, dtype=scores.dtype).mean(2)
             received = received if layout.real is None else received * layout.real.unsqueeze(2)
             scores[:, :, layout.window.ahead : layout.seen.stop, keep_score.receiving] += received[

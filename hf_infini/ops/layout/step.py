@@ -103,7 +103,8 @@ class StepLayout(SegmentBorder):
     sink: Tensor | None
     seen: slice  # the part of the window that any row sees
     visible: Tensor  # `[batch, 1, 1, places of it]` bool, what each row sees of it
-    unkept: Tensor | None  # the same without kept tokens; `None`: the same
+    # the same without kept tokens, which receive no attention that counts; `None`: the same
+    in_window: Tensor | None
     turned: slice | Tensor  # as what places its keys are turned, `[batch, places of it]`, or `seen`
     # `[batch, 1, 1, 1, 1]` bool, whether the memory holds any token of the row's document
     filled: Tensor
@@ -192,7 +193,7 @@ def step_layout(
     if has_gap:
         visible = visible & ((places < sinks) | (places >= sinks + empty[:, None]))
         turned = torch.where(places < sinks, places + empty[:, None], places)
-    unkept = (
+    in_window = (
         (visible & ((places < sinks) | (places >= ahead)))[:, None, None] if kept_tokens else None
     )
     if memory_mask is not None or skipped is not None:
@@ -215,5 +216,5 @@ def step_layout(
         "sink": sink,
         "seen": slice(0, stop),
     }
-    given |= {"visible": visible[:, None, None], "unkept": unkept, "turned": turned}
+    given |= {"visible": visible[:, None, None], "in_window": in_window, "turned": turned}
     return StepLayout(**given, filled=(left > kept_tokens)[:, None, None, None, None])
