@@ -46,7 +46,9 @@ def test_many_questions_of_one_text(tmp_path, monkeypatch):
     """The page's two programs: an answer is that to the whole text."""
     monkeypatch.chdir(tmp_path)
     reading, copying = (
-        code for code in programs("docs/memory-files.md") if "Reader(" in code or "deepcopy" in code
+        code
+        for code in programs("docs/memory-files.md")
+        if "import Reader" in code or "deepcopy" in code
     )
     options = {"segment_length": 8, "local_segments": 1, "kept_tokens": 4}
     model, ids = patch_model(decoder("llama", vocab_size=400), **options).eval(), token_ids(1, 50)

@@ -81,7 +81,7 @@ class Row(NamedTuple):
         return BLOCK_TOKENS * sum(part.bytes for part in self.parts)
 
     def bytes_of(self, numbers: Iterable[int]) -> list[Tensor]:
-        """The bytes of these blocks; errors as of [`BlockFile.read`]."""
+        """The bytes of the blocks with these `numbers`; errors as of [`BlockFile.read`]."""
         held: dict[int, Any] = {number: self.blocks[number] for number in numbers}
         stored = {number: block for number, block in held.items() if isinstance(block, Stored)}
         for file in {block.file for block in stored.values()}:
@@ -98,8 +98,8 @@ class Row(NamedTuple):
         return torch.cat([*rows, self.tail])[places * BLOCK_TOKENS + numbers % BLOCK_TOKENS]
 
     def states(self, layer: int, found: Tensor, chosen: Any = slice(None)) -> list[Tensor]:
-        """Keys and values of a layer, `[kv_heads, tokens, width]`, in the bytes of tokens, of all
-        or of those that are `chosen` by their index."""
+        """Keys and values of a layer, `[kv_heads, tokens, width]`, in what [`Row.found`] gave, of
+        all or of those that are `chosen` by their index. `found`: `[tokens, bytes]`."""
         pairs = zip(self.parts, found.split([part.bytes for part in self.parts], 1), strict=True)
         return [
             own[chosen]
@@ -160,6 +160,7 @@ class Archive:
     Args:
         rows: what has been read; none before the first call.
         file: where the blocks of the one row go; `None`: they stay in host memory.
+        calls: that are not in the rows yet.
     """
 
     def __init__(
@@ -306,7 +307,8 @@ def recalled(
 
 
 def kept_blocks(state: InfiniState, window: Window, row: int) -> list[Tensor]:
-    """The numbers of the tokens that a row keeps, by block, those with the highest scores first."""
+    """The numbers of the tokens that a row of a layer's `state`, with this `window`, keeps, by
+    block, those with the highest scores first."""
     kept = Tokens.kept_in(state, window)
     numbers, scores = kept.position[row, 0, :, 0].cpu(), kept.score[row, 0, :, 0].cpu()
     numbers, scores = numbers[numbers >= 0], scores[numbers >= 0]
@@ -324,7 +326,8 @@ def _terms_of(ids: Tensor, terms: Tensor | None) -> Tensor:
 
 
 def questions_of(question: Tensor | Sequence, rows: int) -> list[Tensor]:
-    """The ids of the question of each row, `[tokens]`; ValueError where there are not as many."""
+    """The ids of the question of each of so many `rows`, `[tokens]`; ValueError where there are not
+    as many."""
     given: Any = question
     one = all(isinstance(part, int) or getattr(part, "ndim", 1) == 0 for part in given)
     each = [torch.as_tensor(ids, dtype=torch.long).cpu() for ids in ([given] if one else given)]

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
+from ..ops.checks import check_types
 from ..ops.recall import BLOCK_TOKENS
 from ..options import key_heads
 from .archive import Archive, Part, Row
@@ -28,7 +30,7 @@ class Saved(NamedTuple):
     archive: Archive  # whose blocks are in the new file, where they were in one
 
     def remove_others(self, path: Path) -> None:
-        """Removes the files of blocks of an older memory file of this name."""
+        """Removes the files of blocks of an older memory file of this name, `path`."""
         for old in archives_of(path):
             if not old.name.endswith(self.entry["suffix"]):
                 old.unlink(missing_ok=True)
@@ -73,12 +75,13 @@ def saved(archive: Archive, path: Path) -> Saved:
 
 
 def name_of(path: Path) -> Path:
-    """The name that a memory file has in the end, when its text is read."""
+    """The name that the memory file `path` has in the end, when its text is read."""
     return path.with_name(path.name.removesuffix(".partial"))
 
 
 def archives_of(path: Path) -> list[Path]:
-    """The files of blocks that are there of a memory file of this name."""
+    """The files of blocks of the memory file `path`: the one of a reader, and others that are
+    there."""
     names = glob.escape(path.name)
     return [
         path.with_name(f"{path.name}.archive"),
@@ -163,10 +166,15 @@ def loaded(
     return Archive(rows)
 
 
-def archive_bytes(config: Any, tokens: int) -> int:
-    """Bytes that an archive of so many tokens takes, on a disk or in host memory, for a model of
-    this configuration, in its dtype (`None`: torch's default)."""
+@check_types
+def archive_bytes(config: PreTrainedConfig, tokens: int) -> int:
+    """Bytes that an archive takes, on a disk or in host memory.
+
+    Args:
+        config: of a model with kept tokens, whose dtype counts (`None`: torch's default).
+        tokens: that are read.
+    """
     heads, *widths = key_heads(config)
-    numbers = len(config.infini_layers) * heads * sum(widths)
+    layers: Any = getattr(config, "infini_layers", ())
     # and the token's id, and whether it may be recalled
-    return tokens * (numbers * dtype_of(config).itemsize + 9)
+    return tokens * (len(layers) * heads * sum(widths) * dtype_of(config).itemsize + 9)

@@ -79,5 +79,5 @@ class BlockFile(NamedTuple):
 
 
 def bytes_of(block: Tensor) -> Any:
-    """What a file or a hash takes, without a copy."""
+    """What a file or a hash takes of a `block`, without a copy."""
     return block.numpy()

@@ -316,7 +316,8 @@ class InfiniCache(Cache):
     def for_call(self, attention_mask: Tensor | None, memory_mask: Tensor | None) -> Cache:
         """What the layers with memory are given in one call: they take their states from it, and
         leave the next ones in it. A call that fails, or a layer that gradient checkpointing runs a
-        second time, changes nothing here. The masks, `[batch, tokens]`, are for an archive."""
+        second time, changes nothing here. `attention_mask` and `memory_mask`, `[batch, tokens]`,
+        are for an archive."""
         reads = self.archive is not None
         of_call = Cache(
             [

@@ -183,8 +183,8 @@ def _check_no_device(path: Place) -> None:
 
 
 def kept_and_archived(path: Place) -> tuple[int, bool]:
-    """How many tokens the model of a memory file keeps, and whether the file has an archive; only
-    its record is read. Errors as of [`read_memory_file`]."""
+    """How many tokens the model of the memory file `path` keeps, and whether the file has an
+    archive; only its record is read. Errors as of [`read_memory_file`]."""
     _check_no_device(path)
     try:
         with safe_open(path, "pt") as file:

@@ -369,7 +369,7 @@ class _Head:
 
 
 def naive_relevance(terms: list[int], question: list[int]) -> list[float]:
-    """[`block_relevance`] of lists, term by term."""
+    """[`block_relevance`] of lists, term by term. `terms`, `question`: as there."""
     blocks = [terms[at : at + BLOCK_TOKENS] for at in range(0, len(terms), BLOCK_TOKENS)]
     blocks = [[term for term in block if term >= 0] for block in blocks]
     mean = max(sum(map(len, blocks)) / max(len(blocks), 1), 1)
@@ -392,7 +392,7 @@ def naive_recalled(
     relevance: list[float], eligible: list[bool], seen: int, window: Window
 ) -> tuple[list[int], list[int]]:
     """[`recalled_numbers`], token by token, of a document of which so many were `seen`; all that
-    have left the window where it keeps them anyway."""
+    have left the `window` where it keeps them anyway. `relevance`, `eligible`: as there."""
     ranked = sorted(range(len(relevance)), key=lambda b: (-relevance[b], b if relevance[b] else -b))
     rank = [ranked.index(number // BLOCK_TOKENS) for number in range(seen)]
     begun = seen // window.segment_length - window.local_segments

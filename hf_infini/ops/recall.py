@@ -82,7 +82,8 @@ def have_left(seen: int, window: Window) -> tuple[int, int]:
 
 
 def recall_score(ranks: Tensor, displaced: bool) -> Tensor:
-    """Scores of recalled tokens by the rank of their block. Where they may be `displaced`, each is
+    """Scores of recalled tokens by the `ranks` of their blocks, `[tokens]`. Where they may be
+    `displaced`, each is
     below all that a [`TokenScore`] gives, and the least relevant ones make room for what is read
     after them; a memory would take in once more what it has, so with one they stay."""
     ranks = ranks.float()  # whole numbers, which float32 has up to 2²⁴

@@ -44,7 +44,12 @@ class Stopped(StoppingCriteria):
 
 
 class Demo:
-    """What the page does; each page that is open has a [`Session`]."""
+    """What the page does; each page that is open has a [`Session`].
+
+    Args:
+        model, tokenizer, archive: as of [`Reader`].
+        max_new_tokens: of an answer.
+    """
 
     def __init__(
         self, model: Any, tokenizer: Any, max_new_tokens: int = 300, archive: bool = False

@@ -498,8 +498,9 @@ class Reader:
 
 
 def term_numbers(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """The `terms` of [`InfiniCache.recall`], `[vocabulary]`: tokens that differ in case or a space
-    only are one term, and those without a letter or digit, and special ones, are none (−1)."""
+    """The `terms` of [`InfiniCache.recall`], `[vocabulary]`, of a `tokenizer`: tokens that differ
+    in case or a space only are one term; special ones, and those without a letter or digit, are
+    none (−1)."""
     words: list[str] = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
     special, known, terms = {*tokenizer.all_special_ids}, {}, []
     for token, text in enumerate(words):

@@ -83,9 +83,9 @@ def load_ready(
 
 
 def recalling(net, kept_tokens: int, at_most: bool = False):
-    """A plain model whose places hold the latest tokens, until a question recalls others.
-    `at_most`: as many as a text has, in steps, or [`KEPT_TOKENS`], and no more than the model was
-    trained for."""
+    """A plain model, `net`, with `kept_tokens` places for the latest tokens, until a question
+    recalls others. `at_most`: these are as many as a text has; so in steps, and no more than
+    [`KEPT_TOKENS`] or than the model was trained for."""
     if at_most:
         window = Window(**{name: WINDOW[name] for name in Window._fields if name in WINDOW})
         most = int(min(KEPT_TOKENS, trained_places(net.config) - window.places))
@@ -96,7 +96,7 @@ def recalling(net, kept_tokens: int, at_most: bool = False):
 
 
 def positions_of(net) -> dict[str, Any]:
-    """The option of a model whose texts would end with its learned positions."""
+    """The option of a model, `net`, whose texts would end with its learned positions."""
     return {"position_encoding": "segment"} if net.config.model_type == "gpt2" else {}
 
 

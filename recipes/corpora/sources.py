@@ -87,7 +87,9 @@ def _choose_files(path: Path, log: ReadingLog) -> tuple[list[Path], str]:
     if path.is_file() and not inner_suffix(path):
         by_kind = {"text": present}
     if len(by_kind) != 1:
-        found = ", ".join(f"{len(files):,} {kind}" for kind, files in by_kind.items()) or "none"
+        found = (
+            ", ".join(f"{len(files):,} {kind}" for kind, files in sorted(by_kind.items())) or "none"
+        )
         raise UserError(
             f"--source: {path} must have files of one kind ({' '.join(_KNOWN)}, also compressed), "
             f"got {found}: rename or move the others"

@@ -13,11 +13,13 @@ from running import ROOT, load_recipe
 NEEDED = {
     "benchmark": ["--out", "x.json"],
     "compare_caches": ["--model", "x", "--out", "x", "--text", "x"],
+    "evaluate_documents": ["--model", "x", "--data", "x", "--out", "x"],
     "evaluate_model": ["--model", "x"],
     "finetune_lora": ["--model", "x", "--adapter", "x", "--data", "x", "--out", "x"],
     "generate": ["--model", "x"],
     "mqar": ["--out", "x"],
     "prepare": ["--source", "x", "--out", "x"],
+    "prepare_documents": ["--source", "x", "--out", "x"],
     "prepare_recall": ["--data", "x", "--out", "x"],
     "model_card": "--run x --out x --language pt --data_license x --prompt x".split(),
     "study": ["--out", "x"],
