@@ -96,16 +96,20 @@ def test_readme_runs_from_top_to_bottom(clone, monkeypatch, capsys):
         if language == "python":
             exec(text, names)
             models.append(names["model"])
+            names.setdefault("recalled", names["reader"].sources[0])
         else:
             for words in commands(text):
                 run(words, monkeypatch)
     assert "memory file" in capsys.readouterr().err  # of the command
-    patched, loaded = models[0], models[-1]
-    assert patched is not loaded and type(patched) is type(loaded)
+    recalling, patched, loaded = models
+    assert patched is not loaded and type(patched) is type(loaded) is type(recalling)
+    assert any("48213" in passage for passage in names["recalled"])
     plain, ids = AutoModelForCausalLM.from_pretrained(NAME), token_ids(1, 500).clamp(min=3)
+    with torch.no_grad():  # as README says of texts that fit
+        assert torch.allclose(recalling(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
     for model in (patched, loaded):
         assert all(layer.self_attn.keep_weight.any() for layer in model.model.layers)
-        with torch.no_grad():  # as README says, up to 256 tokens
+        with torch.no_grad():  # as options.md says, up to 256 tokens
             assert torch.allclose(
                 model(ids[:, :256]).logits, plain(ids[:, :256]).logits, rtol=1e-4, atol=1e-4
             )
