@@ -91,19 +91,19 @@ def run(words: list[str], monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_readme_runs_from_top_to_bottom(clone, monkeypatch, capsys):
-    names, models = {}, []
+    names, models, recalled = {}, [], []
     for language, text in blocks("README.md"):
         if language == "python":
             exec(text, names)
             models.append(names["model"])
-            names.setdefault("recalled", names["reader"].sources[0])
+            recalled = recalled or names["reader"].sources[0]
         else:
             for words in commands(text):
                 run(words, monkeypatch)
     assert "memory file" in capsys.readouterr().err  # of the command
     recalling, patched, loaded = models
     assert patched is not loaded and type(patched) is type(loaded) is type(recalling)
-    assert any("48213" in passage for passage in names["recalled"])
+    assert any("48213" in passage for passage in recalled)
     plain, ids = AutoModelForCausalLM.from_pretrained(NAME), token_ids(1, 500).clamp(min=3)
     with torch.no_grad():  # as README says of texts that fit
         assert torch.allclose(recalling(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
