@@ -25,9 +25,9 @@ from .carolina import read_carolina_shard
 from .documents import Document, ReadingLog, inner_suffix, read_text, with_unix_ends
 from .selection import drop_near_duplicates, keep_distinct, keep_fraction, keep_prose
 
-_SUFFIXES = {"carolina": (".xml",), "text": (".txt", ".text"), "parquet": (".parquet",)}
-_SUFFIXES |= {"markdown": (".md", ".markdown", ".rst"), "csv": (".csv",), "tsv": (".tsv",)}
-_SUFFIXES |= {"jsonl": (".jsonl", ".ndjson", ".json")}
+_SUFFIXES = {"carolina": (".xml",), "parquet": (".parquet",), "csv": (".csv",), "tsv": (".tsv",)}
+_SUFFIXES |= {"jsonl": (".jsonl", ".ndjson", ".json"), "text": (".txt", ".text")}
+_SUFFIXES |= {"markdown": (".md", ".markdown", ".rst")}
 _KNOWN = sum(_SUFFIXES.values(), ())
 
 
