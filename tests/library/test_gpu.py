@@ -214,3 +214,23 @@ def test_a_memory_file_of_one_device_goes_on_on_the_other(tmp_path):
             cache = InfiniCache.from_pretrained(tmp_path / f"{here}.safetensors", model.to(there))
             logits = model(ids[:, 30:].to(there), past_key_values=cache).logits.cpu()
             torch.testing.assert_close(logits, wanted, rtol=FLOAT32, atol=FLOAT32)
+
+
+def test_an_archive_is_on_the_host_and_a_recall_the_same_as_on_a_cpu():
+    options = dict(update_rule="none", keep_score="recent", local_segments=1, kept_tokens=70)
+    model, ids = infini_gpt2(position_encoding="segment", **options), token_ids(2, 400)
+    caches = {}
+    for device in ("cpu", "cuda"):
+        caches[device] = cache = InfiniCache(model.config, archive=True)
+        with torch.no_grad():
+            for piece in ids.to(device).split([150, 1, 1, 248], 1):
+                model.to(device)(piece, use_cache=True, cache=cache)
+    rows = [cache.archive.rows() for cache in caches.values()]
+    assert all(row.tail.device.type == "cpu" for row in rows[1])
+    on_cpu, on_gpu = (cache.recall(ids[0, 90:97]) for cache in caches.values())
+    for one, two in zip(on_cpu.layers, on_gpu.layers, strict=True):
+        assert two.state.local_key.is_cuda
+        assert torch.equal(one.state.kept_position, two.state.kept_position.cpu())
+        torch.testing.assert_close(
+            one.state.local_key, two.state.local_key.cpu(), atol=FLOAT32, rtol=FLOAT32
+        )
