@@ -383,7 +383,7 @@ def naive_relevance(terms: list[int], question: list[int]) -> list[float]:
             found += rarity * often * (K1 + 1) / (often + K1 * length)
         return found
 
-    own = dict(enumerate(map(bm25, blocks)))
+    own = {number: bm25(block) ** 2 for number, block in enumerate(blocks)}
     near = range(-REACH, REACH + 1)
     return [sum((1 - abs(d) / (REACH + 1)) * own.get(b + d, 0) for d in near) for b in own]
 

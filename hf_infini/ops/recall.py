@@ -7,10 +7,11 @@ The document is cut into blocks of B tokens, by their numbers. A block's relevan
               idf(t) · f · (k1 + 1) / (f + k1 · (1 − c + c · n / n̄))
     idf(t)  = log(1 + (blocks − df + 1/2) / (df + 1/2))
 
-with f the times that t is in b, df the blocks that have it, n the terms of b and n̄ their mean, and
-what answers a question is often beside what it shares words with:
+with f the times that t is in b, df the blocks that have it, n the terms of b and n̄ their mean.
+What answers a question is often beside what shares words with it, and several of its words in one
+block say more than as many in several:
 
-    relevance(b) = Σ over |d| ≤ REACH of (1 − |d| / (REACH + 1)) · bm25(b + d)
+    relevance(b) = Σ over |d| ≤ REACH of (1 − |d| / (REACH + 1)) · bm25(b + d)²
 
 The most relevant blocks fill the places of kept tokens; of equal ones the earlier. Where fewer have
 any relevance, the latest tokens fill the rest.
@@ -22,7 +23,7 @@ from torch import Tensor
 from ..options import Window
 
 BLOCK_TOKENS = 64  # B
-REACH = 2  # blocks before and after
+REACH = 3  # blocks before and after
 K1, C = 1.5, 0.75
 
 
@@ -47,7 +48,7 @@ def block_relevance(terms: Tensor, question: Tensor) -> Tensor:
         rarity = torch.tensor(1 + (blocks - having + 0.5) / (having + 0.5), dtype=torch.float64)
         bm25 += count * rarity.log() * frequency * (K1 + 1) / (frequency + norms)
     weights = 1 - torch.arange(-REACH, REACH + 1, dtype=torch.float64).abs() / (REACH + 1)
-    return found.unfold(0, 2 * REACH + 1, 1) @ weights
+    return found.square().unfold(0, 2 * REACH + 1, 1) @ weights
 
 
 def recalled_numbers(
