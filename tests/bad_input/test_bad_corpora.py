@@ -170,7 +170,7 @@ def test_places(tmp_path):
         (tmp_path / "link", "link.txt"),
         (tmp_path / "pdf", "got none"),
         (tmp_path / "empty", "got none"),
-        (tmp_path / "mixed", "got 1 parquet, 1 csv: rename or move"),
+        (tmp_path / "mixed", "got 1 csv, 1 parquet: rename or move"),
         ("owner/no-such-dataset", "the dataset cannot be read"),
     ):
         with pytest.raises(UserError, match=message):
