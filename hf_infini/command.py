@@ -21,6 +21,7 @@ from .options import context_limit
 from .tools import cache_folder
 from .tools.documents import read_documents
 from .tools.estimate import estimate as estimate_cache
+from .tools.estimate import weight_bytes
 from .tools.inspection import inspect_attention
 from .tools.inspection.page import inspection_page
 from .tools.one_line import TRACEBACK, run, say, while_
@@ -326,8 +327,8 @@ def estimate(
         ),
     ] = None,
 ) -> None:
-    """Megabytes of a cache, with all tokens and with a memory. Only the model's configuration is
-    needed."""
+    """Megabytes of a cache, with all tokens and of constant size, and of an archive on the disk.
+    Only the model's configuration is needed."""
     with while_("reading the configuration of", model, lambda: what_helps(model)):
         config = load_config(model)
     options: dict[str, Any] = {}
@@ -336,9 +337,12 @@ def estimate(
         options["update_rule"] = "none"
     with while_("estimating", model):
         found = [estimate_cache(config, count, **options) for count in tokens]
-    print(f"{'tokens':>12} {'all':>12} {'memory':>12}")
-    for count, (plain, infini) in zip(tokens, found, strict=True):
-        print(f"{count:>12,} {plain / 1e6:>9,.1f} MB {infini / 1e6:>9,.1f} MB")
+        weights = weight_bytes(config)
+    say(f"weights: {weights.plain / 1e6:,.1f} MB; {weights.four_bits / 1e6:,.1f} MB in 4 bits")
+    print(f"{'tokens':>12} {'all':>12} {'memory':>12} {'archive':>12}")
+    for count, (plain, infini, archive) in zip(tokens, found, strict=True):
+        sizes = (f"{size / 1e6:>9,.1f} MB" for size in (plain, infini, archive))
+        print(f"{count:>12,} {' '.join(sizes)}")
 
 
 @app.command()

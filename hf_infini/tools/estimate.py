@@ -1,10 +1,11 @@
 """How much memory the cache of a model takes, from its configuration alone."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModel, PreTrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
+from ..cache.archive_files import archive_bytes
 from ..cache.files import cache_bytes, dtype_of
 from ..models.families import infini_class, infini_config
 from ..models.patching import convert_config
@@ -15,10 +16,40 @@ from ..options import check_number, key_heads, layer_kinds
 
 class Estimate(NamedTuple):
     """Bytes that the cache of one sequence takes: `plain`, of the model with its own attention;
-    `infini`, with a memory."""
+    `infini`, of constant size; and `archive`, that an archive takes on the disk or in host
+    memory."""
 
     plain: int
     infini: int
+    archive: int
+
+
+class Weights(NamedTuple):
+    """Bytes of a model's weights: `plain`, in the configuration's dtype; `four_bits`, with the
+    matrices between embedding and head in 4 bits, in blocks of 64 numbers (bitsandbytes)."""
+
+    plain: int
+    four_bits: int
+
+
+FOUR_BITS = 1 / 2 + 4 / 64  # bytes of a number: a float32 scale for each block
+
+
+@check_types
+def weight_bytes(config: PreTrainedConfig) -> Weights:
+    """The bytes of the weights of a causal language model of this `config`; nothing is loaded."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config.get_text_config(decoder=True))
+    size = dtype_of(config).itemsize
+    head = model.get_output_embeddings()
+    packed = [
+        module.weight
+        for module in model.modules()
+        if type(module).__name__ in ("Linear", "Conv1D") and module is not head
+    ]
+    count = sum(weight.numel() for weight in model.parameters())
+    inside = sum(weight.numel() for weight in packed)
+    return Weights(count * size, int((count - inside) * size + inside * FOUR_BITS))
 
 
 @check_types
@@ -66,4 +97,4 @@ def estimate(
     kept = sum(
         of_layer for layer, of_layer in enumerate(of_layers) if layer not in config.infini_layers
     )
-    return Estimate(sum(of_layers), kept + cache_bytes(config))
+    return Estimate(sum(of_layers), kept + cache_bytes(config), archive_bytes(config, tokens))

@@ -142,6 +142,10 @@ def test_an_estimate_is_what_the_caches_hold(model_type, tokens=40):
     )
     assert found.infini == pytest.approx(cache.nbytes(), abs=8 * small)
     assert estimate(model.config, tokens) == found
+    if model_type != "gemma2":  # whose model has no kept tokens in its sliding layers
+        cache = InfiniCache(model.config, archive=True)
+        model(token_ids(1, tokens), use_cache=True, **{CACHE: cache})
+        assert found.archive == cache.archive.nbytes()
     with pytest.raises(ValueError, match="leave out segment_length"):
         estimate(model.config, tokens, segment_length=8)
     with pytest.raises(ValueError, match="tokens must be at least 1; got 0"):
@@ -297,10 +301,14 @@ def test_a_gpt2_reads_texts_longer_than_its_positions(folders, run, tmp_path, mo
 
 
 def test_estimate_prints_a_table(folders, run):
-    lines = run(
+    printed = run(
         "estimate", folders["plain"], "--tokens", 1000, "--tokens", 10_000, "--kept-tokens", 8
-    ).out.splitlines()
-    first, second = (line.split() for line in lines[1:])
+    )
+    first, second = (line.split() for line in printed.out.splitlines()[1:])
+    assert float(second[5]) >= float(second[1])  # of the archive, which has ids as well
+    model = AutoModelForCausalLM.from_pretrained(folders["plain"])
+    size = sum(weight.nbytes for weight in model.parameters())
+    assert f"weights: {size / 1e6:,.1f} MB; " in printed.err
     assert first[0] == "1,000" and float(second[1]) == pytest.approx(10 * float(first[1]), abs=0.6)
     assert first[3] == second[3]
 
