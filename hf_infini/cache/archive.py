@@ -146,9 +146,11 @@ class Call(NamedTuple):
         device = flat[0].device  # layers may be on several
         bytes_ = torch.cat([part.to(device) for part in flat], 2).to("cpu")
         ids, real, eligible = (part.to("cpu") for part in (self.ids, self.real, self.eligible))
+        # index_select copies whole tokens, and a mask byte by byte
+        chosen = [row.nonzero().squeeze(1) for row in real]
         return [
-            Row(ids[row, kept], eligible[row, kept], parts, (), bytes_[row, kept])
-            for row, kept in enumerate(real)
+            Row(ids[row, kept], eligible[row, kept], parts, (), bytes_[row].index_select(0, kept))
+            for row, kept in enumerate(chosen)
         ]
 
 
