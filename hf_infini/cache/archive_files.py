@@ -51,8 +51,6 @@ def saved(archive: Archive, path: Path, seen: Tensor) -> Saved:
     }
     if not (len(there) < 2 and all(file in archives_of(own_name) for file in there)):
         rows = _written(rows, path)
-    for written in {block.file for row in rows for block in row.blocks}:
-        written.sync()  # before a memory file says what is in it
     for number, row in enumerate(rows):
         of_row: Any = row.blocks
         places = torch.tensor([block.place for block in of_row], dtype=torch.long)
@@ -61,6 +59,8 @@ def saved(archive: Archive, path: Path, seen: Tensor) -> Saved:
         own["sha256"] = torch.tensor([*sums], dtype=torch.uint8).view(-1, 32)
         tensors |= {f"archive.{number}.{name}": tensor for name, tensor in own.items()}
     stored: Any = [block for row in rows for block in row.blocks]
+    for file in {block.file for block in stored}:
+        file.sync()  # before a memory file says what is in it
     names = (block.file.path.name for block in stored)
     suffix = next(names, own_name.name).removeprefix(own_name.name)
     parts = [[*part[:3], str(part.dtype).removeprefix("torch.")] for part in rows[0].parts]
