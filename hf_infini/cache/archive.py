@@ -119,7 +119,7 @@ class Call(NamedTuple):
     real: Tensor  # `[batch, tokens]` bool: which are no padding
     eligible: Tensor  # `[batch, tokens]` bool, as in [`Row`]
     seen: Tensor  # `[batch]`, tokens of the row's document after it
-    layers: dict[int, tuple[Tensor, Tensor]]  # `[batch, kv_heads, tokens, width]`
+    layers: dict[int, tuple[Tensor, Tensor]]  # `[batch, kv_heads, tokens, width]`, without a graph
 
     def and_then(self, *calls: "Call") -> "Call":
         """This one and others after it as one."""
@@ -136,7 +136,7 @@ class Call(NamedTuple):
 
     def rows(self) -> list[Row]:
         """The tokens of each row, without padding, in host memory."""
-        states = [(number, side.detach()) for number, pair in self.layers.items() for side in pair]
+        states = [(number, side) for number, pair in self.layers.items() for side in pair]
         parts = tuple(
             Part(number, side.shape[1], side.shape[3], side.dtype) for number, side in states
         )
@@ -146,9 +146,11 @@ class Call(NamedTuple):
         device = flat[0].device  # layers may be on several
         bytes_ = torch.cat([part.to(device) for part in flat], 2).to("cpu")
         ids, real, eligible = (part.to("cpu") for part in (self.ids, self.real, self.eligible))
+        # index_select copies whole tokens, and a mask byte by byte
+        chosen = [row.nonzero().squeeze(1) for row in real]
         return [
-            Row(ids[row, kept], eligible[row, kept], parts, (), bytes_[row, kept])
-            for row, kept in enumerate(real)
+            Row(ids[row, kept], eligible[row, kept], parts, (), bytes_[row].index_select(0, kept))
+            for row, kept in enumerate(chosen)
         ]
 
 
@@ -196,6 +198,16 @@ class Archive:
             )
         file = None if self.file is None else BlockFile(self.file, new.block_bytes)
         return before.and_then(new, file)
+
+    def rows_of(self, seen: Tensor) -> tuple[Row, ...]:
+        """The rows; ValueError where they have not the tokens of a cache, `seen` `[batch]`."""
+        rows = self.rows()
+        if (found := [row.tokens for row in rows]) != seen.tolist():
+            raise ValueError(
+                f"the archive has {found} tokens and the cache {seen.tolist()}: make a new cache "
+                "with an archive, and read the text again."
+            )
+        return rows
 
     def after(self, call: Call) -> "Archive":
         """The archive after one more call."""
@@ -266,21 +278,20 @@ def recalled(
         states, windows: by layer, of those that keep tokens.
         displaced: as of [`recall_score`].
     """
-    seen = next(iter(states.values())).tokens_seen.tolist()
-    if [row.tokens for row in rows] != seen:
-        raise ValueError(
-            f"the archive has {[row.tokens for row in rows]} tokens and the cache {seen}: make a "
-            "new cache and read the text again."
-        )
+    terms = None if terms is None else terms.cpu()
     asked = [
         Recalled(row, block_relevance(_terms_of(row.ids, terms), _terms_of(ids, terms)))
         for row, ids in zip(rows, questions_of(question, len(rows)), strict=True)
     ]
     distinct = {window: [each.numbers(window) for each in asked] for window in {*windows.values()}}
-    widest = distinct[max(distinct, key=lambda window: window.kept_tokens)]
+    # of each row the most tokens that a layer recalls, which has what the others do
+    widest: list[Any] = [
+        max((numbers for numbers, _ in filter(None, choices)), key=len, default=None)
+        for choices in zip(*distinct.values(), strict=True)
+    ]
     found: list[Any] = [
-        None if chosen is None else each.row.found(chosen[0])
-        for each, chosen in zip(asked, widest, strict=True)
+        None if numbers is None else each.row.found(numbers)
+        for each, numbers in zip(asked, widest, strict=True)
     ]
     made = {}
     for layer, window in windows.items():
@@ -291,8 +302,7 @@ def recalled(
                 parts = own.key, own.value, own.score, own.position
                 of_rows.append([part[number] for part in parts])
                 continue
-            all_found: Any = widest[number]  # has what the others have
-            places = torch.searchsorted(all_found[0], chosen[0])
+            places = torch.searchsorted(widest[number], chosen[0])
             key, value = each.row.states(layer, found[number], places)
             score = recall_score(chosen[1], displaced).to(own.score.dtype)
             pairs = (score, own.score), (chosen[0], own.position)
@@ -329,12 +339,19 @@ def questions_of(question: Tensor | Sequence, rows: int) -> list[Tensor]:
     """The ids of the question of each of so many `rows`, `[tokens]`; ValueError where there are not
     as many."""
     given: Any = question
-    one = all(isinstance(part, int) or getattr(part, "ndim", 1) == 0 for part in given)
-    each = [torch.as_tensor(ids, dtype=torch.long).cpu() for ids in ([given] if one else given)]
+    try:
+        one = all(isinstance(part, int) or getattr(part, "ndim", 1) == 0 for part in given)
+        each = [torch.as_tensor(ids).cpu() for ids in ([given] if one else given)]
+        got = f"{len(each)} of {[*each[0].shape]} {each[0].dtype}"
+    except (TypeError, ValueError, RuntimeError):  # no numbers, such as a text; or no sequence
+        each, got = [], f"{given!r:.100}"
     each = each * rows if len(each) == 1 else each
-    if len(each) != rows or any(ids.dim() != 1 for ids in each):
+    if len(each) != rows or any(
+        ids.dim() != 1 or len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)
+        for ids in each
+    ):
         raise ValueError(
             f"question must be the ids of one question, [tokens], or of {rows}, one for each row "
-            f"of the cache; got {len(each)} of {[*each[0].shape]}."
+            f"of the cache, int64; got {got}."
         )
-    return each
+    return [ids.long() for ids in each]

@@ -32,15 +32,16 @@ class Saved(NamedTuple):
     def remove_others(self, path: Path) -> None:
         """Removes the files of blocks of an older memory file of this name, `path`."""
         for old in archives_of(path):
-            if not old.name.endswith(self.entry["suffix"]):
+            if old.name != name_of(path).name + self.entry["suffix"]:
                 old.unlink(missing_ok=True)
 
 
-def saved(archive: Archive, path: Path) -> Saved:
-    """What a memory file at this path says of an archive. The blocks are written beside it first,
-    unless they are in one file there already; into one that has its name from their checksums, so
-    that an older memory file keeps its own until it is replaced."""
-    before, tensors = archive.rows(), dict[str, Tensor]()
+def saved(archive: Archive, path: Path, seen: Tensor) -> Saved:
+    """What a memory file at this path says of an archive of so many tokens, `seen` `[batch]`. The
+    blocks are written beside it first, unless they are in one file there already; into one that has
+    its name from their checksums, so that an older memory file keeps its own until it is replaced.
+    ValueError where the archive has other tokens."""
+    before, tensors = archive.rows_of(seen), dict[str, Tensor]()
     rows: Sequence[Row] = before
     own_name = name_of(path)
     there = {
@@ -58,6 +59,8 @@ def saved(archive: Archive, path: Path) -> Saved:
         own["sha256"] = torch.tensor([*sums], dtype=torch.uint8).view(-1, 32)
         tensors |= {f"archive.{number}.{name}": tensor for name, tensor in own.items()}
     stored: Any = [block for row in rows for block in row.blocks]
+    for file in {block.file for block in stored}:
+        file.sync()  # before a memory file says what is in it
     names = (block.file.path.name for block in stored)
     suffix = next(names, own_name.name).removeprefix(own_name.name)
     parts = [[*part[:3], str(part.dtype).removeprefix("torch.")] for part in rows[0].parts]

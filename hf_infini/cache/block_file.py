@@ -28,16 +28,14 @@ class BlockFile(NamedTuple):
     block_bytes: int
 
     def write(self, place: int, blocks: Tensor) -> list[Stored]:
-        """Writes blocks, `[blocks, bytes]`, from this place on. OSError where they cannot be
-        written."""
+        """Writes blocks, `[blocks, bytes]`, from this place on. After a power cut they are there
+        only if [`BlockFile.sync`] came before it. OSError where they cannot be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.seek(place * self.block_bytes)
                 file.write(bytes_of(blocks))
-                file.flush()
-                os.fsync(file.fileno())
         except OSError as error:
             raise OSError(
                 f"{self.path} cannot take {blocks.nbytes:,} bytes more: {error}. What was read "
@@ -45,6 +43,11 @@ class BlockFile(NamedTuple):
             ) from error
         sums = (hashlib.sha256(bytes_of(block)).digest() for block in blocks)
         return [Stored(self, place + number, each) for number, each in enumerate(sums)]
+
+    def sync(self) -> None:
+        """Waits until the disk has what was written. OSError where it cannot take it."""
+        with self.path.open("r+b") as file:
+            os.fsync(file.fileno())
 
     def read(self, blocks: Iterable[Stored]) -> list[Tensor]:
         """The bytes of blocks of this file. MemoryFileError where it is gone, or damaged there."""

@@ -250,7 +250,8 @@ class InfiniCache(Cache):
         windows = {layer: window for layer, window in self.windows.items() if window.kept_tokens}
         states = {layer: cache.layers[layer].state for layer in windows}
         displaced = not RULES[self._config.update_rule].holds
-        made = recalled(self.archive.rows(), question, terms, states, windows, displaced)
+        rows = self.archive.rows_of(self.state.tokens_seen)
+        made = recalled(rows, question, terms, states, windows, displaced)
         for layer, state in made.items():
             cache.layers[layer].state = state
         return cache
@@ -375,19 +376,23 @@ class InfiniCache(Cache):
     def advance(self, of_call: Any, input_ids: Tensor | None, tokens: int) -> None:
         """Takes over what a call of `tokens` columns has left in `of_call`,
         [`InfiniCache.for_call`]; `input_ids` `[batch, tokens]`, or `None` for embeddings."""
-        self.advance_layers(of_call, tokens)
-        state: Any = self.state
+        seen = of_call.layers[next(iter(self.windows))].left[0].tokens_seen
         if input_ids is None:
-            input_ids = state.tokens_seen.new_full((len(state.tokens_seen), tokens), -2)
-        self.note_text(input_ids)
-        if self.archive is not None:
+            input_ids = seen.new_full((len(seen), tokens), -2)
+        archive = self.archive
+        if archive is not None:
             every = torch.ones_like(input_ids, dtype=torch.bool)
             real, eligible = (every if mask is None else mask.bool() for mask in of_call.masks)
             layers: dict[int, Any] = {
-                number: of_call.layers[number].read[0] for number in self.windows
+                number: [side.detach() for side in of_call.layers[number].read[0]]
+                for number in self.windows
             }
-            call = Call(input_ids, real, eligible, state.tokens_seen, layers)
-            self.archive = self.archive.after(call)
+            ids = input_ids.to(torch.long, copy=True)  # whoever gave them may write into them
+            # first, for a disk may be full
+            archive = archive.after(Call(ids, real, eligible, seen, layers))
+        self.advance_layers(of_call, tokens)
+        self.note_text(input_ids)
+        self.archive = archive
 
     def note_text(self, ids: Tensor) -> None:
         """Takes the ids `[batch, tokens]` of a call into the `text`."""
@@ -514,14 +519,15 @@ class InfiniCache(Cache):
             "tokens_seen": tokens_seen,
             "text_sha256": None if text_sha256 is None else list(text_sha256),
         }
-        tensors, kept = self.tensors(), None
+        # an archive's file is found from any working directory
+        place, tensors, kept = Path(path).absolute(), self.tensors(), None
         if self.archive is not None:
-            kept = saved(self.archive, Path(path))
+            kept = saved(self.archive, place, self.state.tokens_seen)
             record["archive"], tensors = kept.entry, tensors | kept.tensors
         write_memory_file(path, tensors, record)
         if kept is not None:
             self.archive = kept.archive
-            kept.remove_others(Path(path))
+            kept.remove_others(place)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, by their names in a memory file."""
@@ -587,7 +593,7 @@ class InfiniCache(Cache):
             heads, *widths = key_heads(config)
             parts = [(layer, heads, width) for layer in cache.windows for width in widths]
             own = record["archive"], tensors, parts, record["tokens_seen"]
-            cache.archive = loaded(Path(path), *own)
+            cache.archive = loaded(Path(path).absolute(), *own)
         return cache
 
 

@@ -186,7 +186,7 @@ class Reader:
             warnings.warn(f"reading from the start, for {error}", stacklevel=2)
         if cache.archive is not None:
             _check_room(file, archive_bytes(self.model.config, len(ids) - done))
-            cache.archive = cache.archive.at(file.with_name(f"{file.name}.archive"))
+            cache.archive = cache.archive.at(file.absolute().with_name(f"{file.name}.archive"))
 
         def save() -> None:
             if cache.text:

@@ -147,6 +147,21 @@ def test_recalled_tokens_have_the_keys_and_values_that_were_read(shares):
         torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [90, 140, 170])
+def test_layers_with_few_places_recall_where_those_with_many_have_all(tokens):
+    model, ids = patched(kept_shares=[0.5, 1.5, 1, 1]), text(2, tokens)
+    cache = read(model, ids)
+    recalled = cache.recall([ids[0, 20:24], ids[1, 64:68]])
+    for number, window in cache.windows.items():
+        for row in range(2):
+            relevance = naive_relevance(
+                ids[row].tolist(), [ids[0, 20:24], ids[1, 64:68]][row].tolist()
+            )
+            numbers, _ = naive_recalled(relevance, [True] * tokens, tokens, window)
+            found = recalled.layers[number].state.kept_position[row, 0]
+            assert found[found >= 0].tolist() == numbers
+
+
 def test_a_text_that_fits_is_answered_as_by_the_plain_model():
     plain, ids = decoder("llama", max_position_embeddings=4096).eval(), text(1, 110)
     model = patched()
@@ -228,6 +243,48 @@ def test_copies_and_rows_have_their_own_archives():
     assert not cache.is_compileable and InfiniCache(model.config).is_compileable
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_are_copied_and_of_any_type(dtype, tmp_path):
+    model, ids = patched(), text(1, 200)
+    given = ids.clone().to(dtype)
+    cache = read(model, given, [100])
+    given.zero_()
+    cache.save_pretrained(tmp_path / "text", model)
+    for each in (cache, InfiniCache.from_pretrained(tmp_path / "text", model)):
+        assert torch.equal(each.archive.rows()[0].ids, ids[0])
+
+
+def test_an_archive_holds_no_graph():
+    model, ids = patched(), text(1, 100)
+    cache = InfiniCache(model.config, archive=True)
+    model(input_ids=ids, use_cache=True, **{CACHE: cache}).logits.sum().backward()
+    assert cache.layers[0].state.local_key.requires_grad
+    [held] = cache.archive._calls
+    assert not any(side.requires_grad for pair in held.layers.values() for side in pair)
+
+
+@pytest.mark.parametrize("beams", [2, 3])
+def test_a_beam_search_with_an_archive_is_one_without(beams):
+    """And each beam's archive has the beam's own text."""
+    model, ids = patched(), text(1)
+    question, said = ids[:, 300:309], []
+    for archived in (True, False):
+        cache = read(model, ids).recall(question)
+        cache.archive = cache.archive if archived else None
+        cache.batch_repeat_interleave(beams)
+        mask = cache.attention_mask(torch.ones_like(question))
+        options = {"max_new_tokens": 70, "min_new_tokens": 70, "num_beams": beams}
+        found = model.generate(
+            question, attention_mask=mask, do_sample=False, **options, **{CACHE: cache}
+        )
+        said.append(found)
+        if archived:
+            for row, end in zip(cache.archive.rows(), cache.text["text_end"], strict=True):
+                assert torch.equal(row.ids[-len(end) :], end)
+                assert row.tokens == TOKENS + 9 + 69
+    assert torch.equal(*said)
+
+
 def test_generate_goes_on_from_a_recall():
     model, ids = patched(), text(1)
     cache, question = read(model, ids), ids[:, 300:309]
@@ -269,9 +326,10 @@ def test_what_cannot_be_recalled_is_refused():
     with pytest.raises(ValueError, match="has read nothing yet"):
         InfiniCache(model.config, archive=True).recall(ids[0])
     cache = read(model, ids)
-    for wrong in ([ids[0]] * 3, ids[None], [[[1]]]):
+    wrong = [ids[0]] * 3, ids[None], [[[1]]], "Who?", ["Who?"] * 2, [None], ids[0, 0], ids[0] / 2
+    for question in (*wrong, ids[0] > 9, [[], [1.5]]):
         with pytest.raises(ValueError, match="one question, .tokens., or of 2"):
-            cache.recall(wrong)
+            cache.recall(question)
     bare = patch_model(decoder("llama"), segment_length=16, update_rule="none")
     with pytest.raises(ValueError, match="for models with kept tokens"):
         InfiniCache(bare.config, archive=True)
@@ -317,6 +375,36 @@ def test_a_file_has_the_archive(tmp_path):
     assert blocks[0] == blocks[1] and len(blocks[0]) == 2 * 14 * len(blocks[0]) // 28
     found = InfiniCache.from_pretrained(other, model)
     assert all(map(torch.equal, *map(kept, (found.recall(question), loaded.recall(question)))))
+
+
+def test_an_archive_that_is_not_the_caches_is_not_saved(tmp_path):
+    """What is interrupted between the two leaves an older file whole."""
+    model, ids = patched(), text(1)
+    cache, other = read(model, ids[:, :300]), read(model, ids)
+    other.archive = cache.archive
+    with pytest.raises(ValueError, match="has .300. tokens and the cache .700.*read the text"):
+        other.save_pretrained(tmp_path / "text", model)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_files_are_found_from_another_folder(tmp_path, monkeypatch):
+    model, ids = patched(), text(1)
+    monkeypatch.chdir(tmp_path)
+    cache = read(model, ids)
+    cache.save_pretrained("text", model)
+    loaded = InfiniCache.from_pretrained("text", model)
+    monkeypatch.chdir("/")
+    wanted = kept(cache.recall(ids[0, 300:309]))
+    assert all(map(torch.equal, kept(loaded.recall(ids[0, 300:309])), wanted))
+
+
+def test_the_memory_of_a_shorter_text_leaves_no_old_blocks(tmp_path):
+    model, ids = patched(), text(1)
+    for tokens, files in ((TOKENS, 2), (300, 2), (50, 1)):
+        read(model, ids[:, :tokens]).save_pretrained(tmp_path / "text", model)
+        assert len([*tmp_path.iterdir()]) == files
+        cache = InfiniCache.from_pretrained(tmp_path / "text", model)
+        assert torch.equal(cache.archive.rows()[0].ids, ids[0, :tokens])
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "empty", "gone"])

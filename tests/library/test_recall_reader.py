@@ -1,7 +1,9 @@
 """A reader with an archive: each question, turn and row recalls its own, and shows what."""
 
 import collections
+import re
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from corpora.tokenization import train_bpe
 from decoders import decoder
-from hf_infini import patch_model
+from hf_infini import InfiniCache, patch_model
 from hf_infini.cache.archive_files import archive_bytes
 from hf_infini.cache.block_file import BlockFile
 from hf_infini.cache.files import MemoryFileError
@@ -115,6 +117,33 @@ def test_a_disk_without_room_is_said_before_reading(
             reader.read(document, file=tmp_path / "text", progress=False)
     with pytest.raises(OSError, match="/dev/full cannot take 128 bytes more: .*No space left"):
         BlockFile(Path("/dev/full"), 64).write(0, torch.zeros(2, 64, dtype=torch.uint8))
+
+
+def test_a_disk_that_gets_full_while_it_is_read_keeps_what_was_read(
+    model, tokenizer, document, tmp_path, capfd
+):
+    """The same call goes on there, once there is room."""
+    resource = pytest.importorskip("resource")
+    file, before = tmp_path / "text", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, before[1]))  # of one file
+    try:
+        with pytest.raises(
+            OSError, match="text.archive cannot take .*What was read before is kept"
+        ):
+            Reader(model, tokenizer, archive=True, chunk=256).read(document, file=file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    kept = int(re.search(r"kept: ([0-9,]+) tokens", capfd.readouterr().err)[1].replace(",", ""))
+    partial = InfiniCache.from_pretrained(tmp_path / "text.partial", model)
+    assert partial.get_seq_length() == partial.archive.rows()[0].tokens == kept > 1500
+    reader = Reader(model, tokenizer, archive=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it does not begin again
+        cache = reader.read(document, file=file, progress=False)
+    fresh = Reader(model, tokenizer, archive=True).read(document, progress=False)
+    question = reader._encode(FACTS[1])
+    found = [each.recall(question).layers[1].state.local_key for each in (cache, fresh)]
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
 def test_terms_do_not_differ_in_case_or_a_space(tokenizer):
