@@ -20,6 +20,10 @@ attention, learned, half, key_norm
             the same, kept by that `keep_score`; learned and half take the scores of --adapter, made
             by hf-infini fit.
 
+recall      as recent, which keeps the latest tokens, but all tokens are in an archive in host
+            memory, and each question puts those that share its rarest words in their places
+            (passkey and facts only: running text asks nothing, and would be that of recent).
+
 With --adapter the layers have the shares of the kept tokens that it says, whichever way they are
 kept.
 
@@ -56,7 +60,8 @@ from cli.names import check_name
 OWN = ("plain", "window", "random", *KEEP_SCORES)
 PRESSES = ("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention")
 PRESSES = [f"{press}{end}" for press in PRESSES for end in ("", " blind")]
-WAYS = [*OWN, *PRESSES]
+RECALL = "recall"
+WAYS = [*OWN, RECALL, *PRESSES]
 
 
 @dataclass(kw_only=True)
@@ -112,7 +117,8 @@ def main(argv: list[str] | None = None) -> None:
 
     from evaluation import caches, inference, presses
     from evaluation.texts import read_texts
-    from recall.tasks import Runner, run_cells
+    from hf_infini.tools.reader import term_numbers
+    from recall.tasks import Runner, run_cells, score_recalled
     from support import measurement
     from support.stages import check_place, state_of_files, write_json
 
@@ -134,6 +140,8 @@ def main(argv: list[str] | None = None) -> None:
 
     def run(cell: dict) -> dict:
         score = presses.scorer(**cell) if cell["way"] in PRESSES else None
+        if cell["way"] == RECALL:
+            score = functools.partial(score_recalled, terms=term_numbers(tokenizer))
         inner = Runner(model, tokenizer, options, part_file, identity | cell, score)
         if model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -180,6 +188,11 @@ def check_options(options: Options) -> None:
         raise UserError("--task perplexity reads texts: give one of --data and --text")
     if options.data is not None and options.text is not None:
         raise UserError("give at most one of --data and --text")
+    if options.task == "perplexity" and RECALL in options.ways:
+        raise UserError(
+            "--ways recall: running text asks no question that could recall; give --task passkey "
+            "or facts, or --ways recent, which predicts it alike"
+        )
     if options.task != "passkey" and (presses := [way for way in options.ways if way in PRESSES]):
         raise UserError(f"--ways {' '.join(presses)}: kvpress is compared by --task passkey only")
 

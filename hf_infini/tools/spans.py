@@ -15,6 +15,7 @@ def score_spans(
     spans: Sequence[tuple[int, int, int]],
     chunk: int,
     progress: Callable[[range], Iterable] = iter,
+    cache=None,
 ) -> list[tuple[float, bool]]:
     """How a model predicts parts of rows, read in chunks through its cache; logits are made only
     where a token is asked for.
@@ -26,6 +27,7 @@ def score_spans(
             row's first token.
         chunk: tokens per call of the model.
         progress: goes through the first columns of the chunks: `tqdm` shows a bar.
+        cache: of what stands in front of the rows, which then holds them too; `None`: nothing.
 
     Returns, of each span, the sum of its tokens' negative log-likelihoods in nats, and whether all
     are the arg-max.
@@ -37,12 +39,13 @@ def score_spans(
     places = torch.tensor([(row, at - 1) for row, first, end in spans for at in range(first, end)])
     # of each token asked for: whether it is the arg-max, its loss
     found = torch.empty(len(places), 2, dtype=torch.float64)
-    end, cache = int(places[:, 1].max()) + 1, None
+    end = int(places[:, 1].max()) + 1
     for start in progress(range(0, end, chunk)):
         piece = tokens[:, start : min(start + chunk, end)].to(device)
         here = (places[:, 1] >= start) & (places[:, 1] < start + piece.shape[1])
         kept, columns = (places[here, 1] - start).unique(return_inverse=True)
-        kwargs = {"use_cache": False} if chunk >= end else {CACHE: cache, "use_cache": True}
+        whole = cache is None and chunk >= end
+        kwargs = {"use_cache": False} if whole else {CACHE: cache, "use_cache": True}
         with torch.no_grad():
             output = model(
                 input_ids=piece, logits_to_keep=kept.to(device) if len(kept) else 1, **kwargs

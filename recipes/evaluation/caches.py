@@ -25,8 +25,9 @@ from .inference import check_length, gates_closed
 from .perplexity import losses_of, text_rows
 from .texts import generated_texts
 
+RECALL = "recall"
 # of the others the model stays as it is
-BOUNDED = ("window", "random", *KEEP_SCORES)
+BOUNDED = ("window", "random", *KEEP_SCORES, RECALL)
 LEARNED = [name for name, score in SCORES.items() if score.learns]  # by an adapter
 SINKS, WINDOW, SEGMENTS, LONGEST_SEGMENT = 4, 256, 2, 128
 
@@ -44,7 +45,7 @@ def memory_options(way: str, cache: int, window: int = WINDOW, segments: int = S
     length = min(window, cache // 2) // segments
     options |= {"segment_length": length, "local_segments": segments - 1}
     options |= {"kept_tokens": room - segments * length}
-    return options | {"keep_score": "learned" if way == "random" else way}
+    return options | {"keep_score": {"random": "learned", RECALL: "recent"}.get(way, way)}
 
 
 def window_of(tokens: int, shortest: int, longest: int) -> dict:

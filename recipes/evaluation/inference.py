@@ -106,9 +106,9 @@ def reads_memory(config, tokens: int) -> bool:
 
 
 @torch.inference_mode()
-def read_in_chunks(model, ids: torch.Tensor, chunk: int):
-    """The cache of a model that has read `[batch, tokens]`, `chunk` tokens a call."""
-    cache = None
+def read_in_chunks(model, ids: torch.Tensor, chunk: int, cache=None):
+    """The cache of a model that has read `[batch, tokens]`, `chunk` tokens a call, into a new
+    `cache` that is given, or its own."""
     for piece in ids.split(chunk, dim=1):
         cache = cache_of(model(input_ids=piece, use_cache=True, logits_to_keep=1, **{CACHE: cache}))
     return cache

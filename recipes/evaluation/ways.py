@@ -20,7 +20,6 @@ from cli import UserError
 from hf_infini import InfiniCache
 from hf_infini.compat.cache_name import CACHE
 from hf_infini.models.adapter import read_record
-from hf_infini.models.structure import decoder_of
 from hf_infini.options import key_heads
 from support.measurement import cache_bytes
 
@@ -147,11 +146,8 @@ class Recalled(Bounded):
         return "recent"
 
     def read(self, document: Document) -> InfiniCache:
-        cache = InfiniCache(self.model.config, archive=True)
-        with torch.inference_mode():
-            for piece in document.ids[None].to(self.model.device).split(self.options.chunk, 1):
-                decoder_of(self.model)(input_ids=piece, use_cache=True, **{CACHE: cache})
-        return cache
+        ids, cache = document.ids[None], InfiniCache(self.model.config, archive=True)
+        return read_in_chunks(self.model, ids.to(self.model.device), self.options.chunk, cache)
 
     def asked(self, reading: InfiniCache, question: Question) -> InfiniCache:
         return reading.recall(question.words, terms=question.terms)

@@ -39,12 +39,14 @@ class Question:
         fact: "passkey", a name of `facts.FACT_NAMES`, or what a drill asks for.
         answer: its text, without the space in front.
         stated, asked: the first and the last of its tokens, at both places.
+        begins: the first token of what asks, which goes on to the answer; `None`: not known.
     """
 
     fact: str
     answer: str
     stated: tuple[int, int]
     asked: tuple[int, int]
+    begins: int | None = None
 
 
 @dataclass(frozen=True)
@@ -113,5 +115,8 @@ def passkey_example(
         if len(asked) < questions:
             document.add(stop)
         place = end
-    found = (Question("passkey", number, stated, span) for span in asked)
+    found = [
+        Question("passkey", number, stated, span, span[0] - len(ask))
+        for ask, span in zip(asks, asked, strict=True)
+    ]
     return Example(document.tokens(), tuple(found))

@@ -120,7 +120,8 @@ def fact_example(
         document.add(statement.after)
     text = _encode_enough(encode, write(person), gap)
     asked = document.add(text[:gap], prompt, answer)
-    return Example(document.tokens(), (Question(fact, person.answers[fact], stated, asked),))
+    question = Question(fact, person.answers[fact], stated, asked, asked[0] - len(prompt))
+    return Example(document.tokens(), (question,))
 
 
 def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length: int) -> Example:

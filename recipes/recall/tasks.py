@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from cli import UserError
 from corpora.biographies import invent_person, portuguese_names
 from corpora.tokenization import encode_texts
-from evaluation.inference import check_length
+from evaluation.inference import check_length, read_in_chunks
+from hf_infini import InfiniCache
 from hf_infini.tools.spans import score_spans
 from support.markdown import markdown_table
 from support.stages import read_json, sealed, write_json
@@ -93,6 +96,25 @@ def score_answers(model, examples: Sequence[Example], chunk: int, progress=iter)
         Answer(question.fact, correct, loss, end - first)
         for (question, _, first, end), (loss, correct) in zip(asked, found, strict=True)
     ]
+
+
+def score_recalled(
+    model, examples: Sequence[Example], chunk: int, progress=iter, *, terms: Tensor
+) -> list[Answer]:
+    """As [`score_answers`], of examples that ask one question: what is in front of it is read with
+    an archive, and the question recalls from it by its own tokens, as `terms` of
+    [`InfiniCache.recall`], before it is read itself."""
+    found = []
+    for example in examples:
+        (question,) = example.questions
+        ids, (first, last) = torch.as_tensor(example.tokens), question.asked
+        begins, cache = question.begins, InfiniCache(model.config, archive=True)
+        read_in_chunks(model, ids[None, :begins].to(model.device), chunk, cache)
+        cache = cache.recall(ids[begins:first], terms=terms)
+        span = (0, first - begins, last + 1 - begins)
+        ((loss, right),) = score_spans(model, [ids[begins:]], [span], chunk, progress, cache)
+        found.append(Answer(question.fact, right, loss, last + 1 - first))
+    return found
 
 
 def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:

@@ -31,3 +31,17 @@ def test_spans_are_the_naive_losses(make):
             assert loss == pytest.approx(-wanted.gather(1, tokens[:, None]).sum().item(), rel=1e-4)
             assert greedy == wanted.argmax(-1).equal(tokens)
         assert found[2][1] and not found[0][1]
+
+
+@pytest.mark.parametrize("chunk", (3, 7, 100))
+@pytest.mark.parametrize("before", (1, 5, 20))
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_spans_behind_a_cache_are_those_of_the_whole_row(make, before, chunk):
+    model, (row,) = make(), token_ids(1, 40)
+    spans = [(0, 21, 22), (0, 30, 33), (0, 39, 40)]
+    with torch.no_grad():
+        cache = model(input_ids=row[None, :before], use_cache=True).past_key_values
+    behind = [(0, first - before, end - before) for _, first, end in spans]
+    found = score_spans(model, [row[before:]], behind, chunk, cache=cache)
+    for (loss, greedy), whole in zip(found, score_spans(model, [row], spans, 100), strict=True):
+        assert loss == pytest.approx(whole[0], rel=1e-4) and greedy == whole[1]

@@ -1,7 +1,9 @@
 """Caches of equal size: a cache that holds all of a text is the plain model, each way holds as many
 tokens, runs go on."""
 
+import functools
 import json
+import random
 import shutil
 
 import pytest
@@ -9,12 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bad_input import refused
-from corpora.tokenization import build_character_tokenizer
+from corpora.biographies import portuguese_names
+from corpora.tokenization import build_character_tokenizer, encode_texts
 from decoders import decoder, fitted
 from evaluation import caches, inference, presses
-from hf_infini import patch_model, save_adapter, unpatch_model
+from hf_infini import InfiniCache, patch_model, save_adapter, unpatch_model
+from hf_infini.compat.cache_name import CACHE
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
+from hf_infini.tools.reader import term_numbers
 from recall import tasks
+from recall.examples import passkey_example
+from recall.facts import FACT_NAMES, fact_example
+from recall.filler import Filler
 from running import load_recipe
 
 compare_caches = load_recipe("compare_caches")
@@ -161,6 +169,66 @@ def test_numbers_and_facts_are_counted_by_length(folder, tmp_path, monkeypatch):
     assert len(asked) == 16 and len({*asked}) == 4 and {*asked[:4]} == {*asked}
 
 
+def examples_of(task: str, tokenizer) -> list[tasks.Example]:
+    encode = functools.partial(encode_texts, tokenizer)
+    if task == "facts":
+        names, lines = portuguese_names(), TEXT.split(" of ")
+        return [
+            fact_example(random.Random(fact), encode, names, fact, 2, 400, lines)
+            for fact in FACT_NAMES[:2]
+        ]
+    filler = Filler(encode([TEXT])[0], tokenizer.eos_token_id, encode(["\n\n"])[0])
+    return [
+        passkey_example(random.Random(seed), encode, filler, 700 + 90 * seed, 0.3, language="en")
+        for seed in range(2)
+    ]
+
+
+@pytest.mark.parametrize("chunk", (300, 10_000))
+@pytest.mark.parametrize("task", ("passkey", "facts"))
+def test_a_question_recalls_as_by_hand(folder, task, chunk):
+    model, tokenizer = (load(folder / "model") for load in (load_causal_lm, load_tokenizer))
+    examples, terms = examples_of(task, tokenizer), term_numbers(tokenizer)
+    with caches.bounded(model, None, "recall", 200):
+        found = tasks.score_recalled(model, examples, chunk, terms=terms)
+        latest = tasks.score_answers(model, examples, chunk)
+        for example, answer in zip(examples, found, strict=True):
+            ids, (question,) = torch.as_tensor(example.tokens)[None], example.questions
+            first, begins = question.asked[0], question.begins
+            cache = InfiniCache(model.config, archive=True)
+            with torch.no_grad():
+                model(input_ids=ids[:, :begins], **{CACHE: cache})
+                cache = cache.recall(ids[0, begins:first], terms=terms)
+                logits = model(input_ids=ids[:, begins:-1], **{CACHE: cache}).logits[0]
+            losses = logits[first - begins - 1 :].log_softmax(-1).gather(1, ids[0, first:, None])
+            # float32 sums in another order
+            assert answer.loss == pytest.approx(-losses.sum().item(), rel=1e-4)
+            assert (answer.fact, answer.tokens) == (question.fact, ids.shape[1] - first)
+    assert all(
+        abs(asked.loss - other.loss) > 1e-3 * other.loss
+        for asked, other in zip(found, latest, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "task", ("passkey --language en --lengths 240 --depths 0 0.5", "facts --distances 1")
+)
+def test_recall_of_what_is_in_sight_is_the_plain_model(folder, tmp_path, capsys, task):
+    options = ["--task", *task.split(), "--segment_length", 240, "--samples", 2]
+    ways = ["--ways", "plain", "recall", "recent", "--caches", 64, 1024]
+    found = compare(folder, tmp_path / "found", *options, *ways)["contestants"]
+    nats = {
+        (each["way"], each["cache"]): [cell["cross_entropy"] for cell in each["cells"]]
+        for each in found
+    }
+    assert len(nats) == 5
+    plain = pytest.approx(nats["plain", None], rel=1e-4)
+    assert nats["recall", 1024] == plain and nats["recent", 1024] == plain
+    few = nats["recall", 64], nats["recent", 64], nats["plain", None]
+    assert len({*map(tuple, few)}) == 3
+    assert "| recall, 64" in capsys.readouterr().out
+
+
 def test_a_way_that_is_not_possible_is_named_and_the_others_are_shown(folder, tmp_path, capsys):
     other = decoder(
         "llama", vocab_size=61, num_attention_heads=2, num_key_value_heads=1, head_dim=16
@@ -232,6 +300,7 @@ def test_bad_options(folder, tmp_path, capsys):
         (["--ways", "half"], "--adapter"),
         (["--count_from", "9000"], "must be below --length 8192"),
         (["--ways", "SnapKV"], "--task passkey only"),
+        (["--ways", "recall"], "--ways recall: running text asks"),
         (["--ways", "window", "--length", "9000", "--rows", "2"], "no row of --length 9,000"),
         (["--caches", "64", "64", "--ways", "window"], "name each once"),
         (["--attribute"], "--model has no memory"),

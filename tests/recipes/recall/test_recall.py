@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from recall import facts
-from recall.examples import DoesNotFit, passkey_example
+from recall.examples import WORDING, DoesNotFit, passkey_example
 from recall.facts import FACT_NAMES, fact_example, facts_row
 from recall.filler import Filler
 from recall_texts import NAMES, assert_answered, encoder, filler, text_at, tokenizer
@@ -48,6 +48,8 @@ def test_passkeys_have_exactly_the_length_and_the_depth(kind, depth):
         assert_answered(kind, example)
         (question,) = example.questions
         assert re.fullmatch(r"\d{5}", question.answer) and question.asked[1] == 399
+        asks = tokenizer(kind).decode(example.tokens[question.begins : question.asked[0]])
+        assert asks in WORDING["pt"]["questions"]
         # the needle says it twice
         assert tokenizer(kind).decode(example.tokens).count(question.answer) == 3
         room = last.questions[0].stated[0] - first.questions[0].stated[0]
@@ -93,6 +95,8 @@ def test_facts_come_back_exactly_so_many_segments_later(kind, segment_length, di
         assert len(re.findall(rf"\b{re.escape(question.answer)}\b", text, re.IGNORECASE)) == 2, text
         name = re.search(r"\n\n(.+)\n", text)[1]
         assert text.count(name) >= 2 and name in text[text.rindex("\n") :]
+        asks = tokenizer(kind).decode(example.tokens[question.begins :])
+        assert asks == text[text.rindex("\n") :]
         if distance == 0:
             start = tokenizer(kind).decode(example.tokens[first[0] * segment_length :])
             assert start.count(name) >= 2  # the title and the question
