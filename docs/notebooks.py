@@ -17,7 +17,7 @@ FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$", re.DOTALL)
 TITLE = re.compile(r"^# .*$", re.MULTILINE)
 # Language of the page → what its title is followed by
 OFFERS = {"en": "Download the notebook", "pt-BR": "Baixe o notebook"}
-PORTUGUESE = {"atencao_passo_a_passo", "inicio_rapido", "inicio-rapido"}
+PORTUGUESE = {"atencao_passo_a_passo", "guardado_e_lembrado", "inicio_rapido", "inicio-rapido"}
 
 
 def language_of(name: str) -> str:

@@ -23,7 +23,7 @@ from .tools.documents import read_documents
 from .tools.estimate import estimate as estimate_cache
 from .tools.estimate import weight_bytes
 from .tools.inspection import inspect_attention
-from .tools.inspection.page import inspection_page
+from .tools.inspection.page import farthest, inspection_page
 from .tools.one_line import TRACEBACK, run, say, while_
 from .tools.outputs import check_output, replacing
 from .tools.reader import Reader
@@ -43,6 +43,7 @@ KEPT = Path(HF_HOME) / "hf_infini"
 LENGTHS = [8_192, 131_072, 1_048_576]  # of texts, in `estimate`
 # of `inspect`: tokens of a model without a memory; and heads · tokens² of a page of some megabytes
 INSPECTED, PAGE_WEIGHTS = 200, 44_000_000
+PAGE_LAYERS = 6  # of a page for which no layers were chosen
 SOURCES = 3  # passages that are shown of an answer
 LARGEST_PAGE = 100_000_000  # bytes; browsers take long over more
 COLDEST, HOTTEST = 1e-4, 1e4  # temperatures at which logits are numbers in every dtype
@@ -362,8 +363,15 @@ def inspect(
     ] = None,
     layers: Annotated[
         list[int] | None,
-        typer.Option(min=0, help="Layer to look into, from 0; give several. [default: all]"),
+        typer.Option(
+            min=0,
+            help="Layer to look into, from 0; give several. [default: those with the heads that "
+            f"look farthest back, {PAGE_LAYERS} at most]",
+        ),
     ] = None,
+    all_layers: Annotated[
+        bool, typer.Option("--all-layers", help="All layers, in a page several times as large.")
+    ] = False,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
@@ -372,6 +380,8 @@ def inspect(
     """Writes a page of what every head does with a text. It has the weights and, of a memory, what
     is kept."""
     check_output("--out", out, document)
+    if layers and all_layers:
+        raise ValueError("--all-layers has those of --layers, too: give one of the two.")
     text = _text_of([document])
     net, tokenizer = load_saved(model, device, dtype)
     if not has_memory(model, net.config, adapter, kept_tokens):
@@ -396,7 +406,8 @@ def inspect(
         found = inspect_attention(net, ids, tokenizer, layers=layers)
         if all(layer.weights is None for layer in found.layers.values()):
             raise ValueError(f"{model} has no attention heads in these layers.")
-        page = inspection_page(found, title=Path(model).name)
+        shown = found if layers or all_layers else farthest(found, PAGE_LAYERS)
+        page = inspection_page(shown, title=Path(model).name)
     if len(page) > LARGEST_PAGE:
         raise ValueError(
             f"the page would have {len(page) / 1e6:,.0f} MB, more than {LARGEST_PAGE / 1e6:,.0f}: "
@@ -404,6 +415,12 @@ def inspect(
         )
     with while_("writing", out), replacing(out) as file:
         file.write_text(page, encoding="utf-8")
+    if len(shown.layers) < len(found.layers):
+        chosen = ", ".join(map(str, shown.layers))
+        say(
+            f"it has the layers whose heads look farthest back, {chosen} of {len(found.layers)}; "
+            "--layers chooses others, --all-layers shows all"
+        )
     say(f"{out}: open it in a browser")
 
 

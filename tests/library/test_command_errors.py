@@ -319,6 +319,24 @@ def test_pages_that_cannot_be_are_refused(folders, run, tmp_path, monkeypatch):
     assert not page.exists()
 
 
+def test_a_page_has_a_choice_of_layers_unless_others_are_asked_for(
+    folders, run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(command, "PAGE_LAYERS", 1)
+    page = tmp_path / "page.html"
+    words = ["inspect", folders["plain"], folders["play.txt"], "--out", page, "--max-tokens", 20]
+
+    def shown(*more) -> tuple[int, bool]:
+        said = run(*words, *more).err
+        found = re.findall(r'"layer": ?(\d+)', page.read_text("utf-8"))
+        return len(found), "--all-layers shows all" in said
+
+    count = json.loads((folders["plain"] / "config.json").read_text("utf-8"))["num_hidden_layers"]
+    assert count > 1 and shown() == (1, True) and shown("--all-layers") == (count, False)
+    assert shown("--layers", 0, "--layers", 1) == (2, False)
+    refused(run, [*words, "--all-layers", "--layers", 0], "give one of the two")
+
+
 def test_options_that_would_do_nothing_are_refused(folders, run, tmp_path):
     page = ["--out", tmp_path / "page.html", "--kept-tokens", 8]
     for name, mention in (("plain", "give an --adapter"), ("memory", "leave --adapter and")):

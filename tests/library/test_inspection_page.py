@@ -1,5 +1,6 @@
 """The page of a model's heads in a browser: no errors, and it says what was found."""
 
+import json
 import math
 import re
 
@@ -13,7 +14,7 @@ from decoders import decoder
 from hf_infini import patch_model
 from hf_infini.tools.inspection import FATES, Inspection, LayerInspection, inspect_attention
 from hf_infini.tools.inspection.heads import KEPT, MEMORY
-from hf_infini.tools.inspection.page import _codes, inspection_page
+from hf_infini.tools.inspection.page import _codes, farthest, inspection_page, reach
 from models import causal_mha, infini_gpt2, token_ids
 
 WIDTHS = (1280, 390)
@@ -217,7 +218,65 @@ def test_a_large_page_is_small_and_rounded(tmp_path):
     assert len(inspection_page(inspection)) < 0.2 * 2 * count**2  # bytes: noise is the worst case
     places = torch.randint(count**2, (4000,), generator=torch.Generator().manual_seed(1)).tolist()
     floor, step = assert_same_weights(inspection, places, tmp_path)
-    assert floor == pytest.approx(1e-10 * count**2) and step == pytest.approx(1e-8 * count**2)
+    assert floor == pytest.approx(4e-10 * count**2) and step == pytest.approx(4e-8 * count**2)
+
+
+def looking(*ago: list[int]) -> Inspection:
+    """Layers of heads, each of which looks at the token that is so many before."""
+    count, layers = 40, {}
+    hidden = torch.ones(count, count, dtype=torch.bool).triu(1)
+    for number, heads in enumerate(ago):
+        places = torch.arange(count)
+        keys = torch.stack([(places - far).clamp(min=0) for far in heads])
+        weights = torch.nn.functional.one_hot(keys, count).float()[None]
+        scores = torch.zeros_like(weights).masked_fill(hidden, -math.inf)
+        layers[number] = LayerInspection(number, "global", {"scores": scores, "weights": weights})
+    layers[len(ago)] = LayerInspection(len(ago), "none")
+    return Inspection(token_ids(1, count), [["·a"] * count], layers, "m")
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    ago=st.lists(
+        st.lists(st.integers(0, 34), min_size=2, max_size=2), min_size=1, max_size=5
+    ).filter(lambda layers: len({far for heads in layers for far in heads}) == 2 * len(layers)),
+    most=st.integers(1, 6),
+)
+def test_layers_are_chosen_by_the_head_that_looks_farthest_back(ago, most):
+    """The weights of the first four tokens do not count, as most heads look there."""
+    found = looking(*ago)
+    for number, heads in enumerate(ago):
+        assert reach(found.layers[number]).tolist() == pytest.approx(heads)
+    wanted = sorted(range(len(ago)), key=lambda number: -max(ago[number]))[:most]
+    assert [*farthest(found, most).layers] == sorted(wanted)
+    first = json.loads(re.search(r'"farthest": (\[.*?\])', inspection_page(found))[1])
+    assert first == [wanted[0], ago[wanted[0]].index(max(ago[wanted[0]]))]
+
+
+@pytest.mark.parametrize("gate_init", [-1000.0, 0.3])
+def test_how_far_a_head_looks_counts_its_memory_by_the_gate(gate_init):
+    """By hand, from what each token weighs in a head's output."""
+    options = {"segment_length": 8, "kept_tokens": 6, "gate_init": gate_init}
+    model = patch_model(decoder("qwen3"), **options)
+    layer = inspect_attention(model, token_ids(1, 60).clamp(min=3)).layers[1]
+    gate = layer.token_gate[0, 2]
+    far = whole = 0.0
+    for query in range(60):
+        for key in range(4, query + 1):
+            through = layer.fates[0, 2, layer.segments[0, query], key] == MEMORY
+            local, memory = (
+                part[0, 2, query, key].item() for part in (layer.weights, layer.memory_weights)
+            )
+            weight = gate[query] * abs(memory) if through else (1 - gate[query]) * local
+            far, whole = far + float(weight) * (query - key), whole + float(weight)
+    assert reach(layer)[2].item() == pytest.approx(far / whole, rel=1e-4)
+
+
+@needs_browser
+def test_the_page_opens_with_the_head_that_looks_farthest_back(tmp_path):
+    page = inspection_page(looking([3, 5], [7, 30], [20, 9]))
+    (seen,) = visit(page, tmp_path, ["() => remember()"], width=1280, address="#language=en")
+    assert "Layer 1, head 1" in seen["text"] and "layer=1&head=1&" in seen["address"]
 
 
 @needs_browser
@@ -264,7 +323,8 @@ def test_models_without_a_memory(width, tmp_path):
     inspection = inspect_attention(model, token_ids(1, 60))
     page = inspection_page(inspection, title="a-name-without-a-break" * 8)
     steps = [point_at(59, 57), "() => choose(state.layer, MEAN)", point_at(59, 57)]
-    seen, _, mean = visit(page, tmp_path, steps, width=width)
+    address = "#layer=0&head=0"
+    seen, _, mean = visit(page, tmp_path, steps, width=width, address=address)
     assert "emory" not in seen["text"] and "gate" not in seen["text"]
     weights = inspection.layers[0].weights[0, :, 59, 57]
     assert float(seen["value"]["weight"]) == pytest.approx(weights[0].item(), rel=1e-2)

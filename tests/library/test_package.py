@@ -42,7 +42,7 @@ def test_the_wheel_holds_the_library_only(tmp_path):
         path.relative_to(tmp_path) for path in (tmp_path / "hf_infini").rglob("*") if path.is_file()
     ]
     assert found == {path.as_posix() for path in files}
-    assert {path.suffix for path in files} == {".py", ".html", ".css", ".js", ".yaml"}
+    assert {path.suffix for path in files} == {".py", ".html", ".css", ".js", ".yaml", ".txt"}
     rooms = {"cache", "compat", "layers", "models", "ops", "tools"}
     assert {path.parts[1] for path in files if len(path.parts) > 2} == rooms
 

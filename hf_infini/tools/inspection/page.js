@@ -31,8 +31,8 @@ const SCALES = {
 };
 const withHeads = data.layers.filter((layer) => layer.weights);
 const state = {
-  layer: withHeads[0],
-  head: 0,
+  layer: withHeads.find((layer) => layer.layer === data.farthest[0]),
+  head: data.farthest[1],
   query: count - 1,
   key: count - 1,
   cell: 0,

@@ -10,11 +10,13 @@ import html
 import json
 import math
 import zlib
+from dataclasses import replace
 from importlib import resources
 
 import torch
 from torch import Tensor
 
+from ...options import SINKS
 from .heads import MEMORY, Inspection, LayerInspection
 
 SCRIPTS = ("strings.js", "page.js", "map.js", "fates.js", "charts.js", "start.js")
@@ -25,14 +27,16 @@ def inspection_page(inspection: Inspection, *, title: str | None = None, row: in
     one layer has attention heads. `inspection`: of [`inspect_attention`]; `title`: by default
     the model's name; `row`: of the batch.
 
-    The more weights there are, the coarser they are rounded, which the page says: 30 layers
-    of 9 heads take about 5 MB for 400 tokens, with weights to 11 % and those below 0.002 as
-    0."""
+    It opens with the head that looks farthest back ([`reach`]). The more weights there are, the
+    coarser they are rounded, which the page says: 30 layers of 9 heads take about 5 MB for 400
+    tokens, with weights to 11 % and those below 0.002 as 0."""
     title, layers = title or inspection.name, inspection.layers.values()
     count = sum(layer.weights[0].numel() for layer in layers if layer.weights is not None) / 2
-    floor, step = min(max(1e-10 * count, 1e-6), 2e-3), min(max(1e-8 * count, 0.01), 0.2)
+    floor, step = min(max(4e-10 * count, 1e-6), 2e-3), min(max(4e-8 * count, 0.01), 0.2)
     data: dict = {"title": title, "tokens": inspection.texts[row], "floor": floor, "step": step}
     data["layers"] = [_layer_data(layer, row, floor, step) for layer in layers]
+    [first] = farthest(inspection, 1, row).layers.values()
+    data["farthest"] = [first.layer, int(reach(first, row).argmax())]
     # In a script element only "</script" and "<!--" end the data or change its reading: without "<"
     # there is neither.
     content = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
@@ -43,6 +47,47 @@ def inspection_page(inspection: Inspection, *, title: str | None = None, row: in
         data=content,
         script="".join(map(_text, SCRIPTS)),
     )
+
+
+def farthest(inspection: Inspection, most: int, row: int = 0) -> Inspection:
+    """So many layers of an `inspection` at `most`: those with the heads that look farthest back, in
+    their order. `row`: of the batch."""
+    layers = inspection.layers
+    far = {
+        number: float(reach(layer, row).max())
+        for number, layer in layers.items()
+        if layer.weights is not None
+    }
+    chosen = sorted(sorted(far, key=lambda number: -far[number])[:most])
+    return replace(inspection, layers={number: layers[number] for number in chosen})
+
+
+def reach(layer: LayerInspection, row: int = 0) -> Tensor:
+    """How far back each head of a `layer` with heads looks, `[heads]`: the mean number of tokens
+    between a query and its keys, by what they weigh in the output. The first tokens, which most
+    heads look at whatever they are, do not count. `row`: of the batch."""
+    weights, through = _shown(layer, row)
+    weights = weights.nan_to_num().abs()
+    if through is not None:
+        gate = layer.tensors["token_gate"][row].unsqueeze(-1)
+        weights = weights * torch.where(through, gate, 1 - gate)
+    weights = weights[..., SINKS:]
+    places = torch.arange(weights.shape[1])
+    ago = (places[:, None] - places[SINKS:]).clamp(min=0)
+    whole = weights.sum((1, 2)).clamp(min=torch.finfo(weights.dtype).tiny)
+    return (weights * ago).sum((1, 2)) / whole
+
+
+def _shown(layer: LayerInspection, row: int) -> tuple[Tensor, Tensor | None]:
+    """The weights that the page shows, `[heads, queries, keys]`, NaN where there is none, and which
+    of them are the memory's; `None` without one."""
+    known = {name: layer.tensors[name][row] for name in ("weights", "scores")}
+    weights = known["weights"].masked_fill(known["scores"].isinf(), torch.nan)
+    if layer.gate is None:
+        return weights, None
+    fates, segments = (layer.tensors[name][row] for name in ("fates", "segments"))
+    through = fates[:, segments] == MEMORY
+    return torch.where(through, layer.tensors["memory_weights"][row], weights), through
 
 
 def _layer_data(layer: LayerInspection, row: int, floor: float, step: float) -> dict:
@@ -56,11 +101,10 @@ def _layer_data(layer: LayerInspection, row: int, floor: float, step: float) -> 
     known = {
         name: tensor if name == "gate" else tensor[row] for name, tensor in layer.tensors.items()
     }
-    weights = known["weights"].masked_fill(known["scores"].isinf(), torch.nan)
+    weights, _ = _shown(layer, row)
     if "gate" in known:
         segments, fates = known["segments"], known["fates"]
         stop = int(segments.max()) + 2
-        weights = torch.where(fates[:, segments] == MEMORY, known["memory_weights"], weights)
         found |= {"segments": segments.tolist(), "gate": _numbers(known["gate"])}
         found |= {
             "tokenGate": _numbers(known["token_gate"]),
