@@ -207,6 +207,11 @@ class InfiniCache(Cache):
         where there is no such row."""
         self._choose_rows(indices)
 
+    @property
+    def update_rule(self) -> str:
+        """Of the model."""
+        return self._config.update_rule
+
     def _choose_rows(self, indices: Tensor) -> None:
         """Keeps these rows; ValueError unless they are numbers of rows, `[rows]`, or bool for
         each."""
@@ -249,7 +254,7 @@ class InfiniCache(Cache):
         cache = copy.copy(self)
         windows = {layer: window for layer, window in self.windows.items() if window.kept_tokens}
         states = {layer: cache.layers[layer].state for layer in windows}
-        displaced = not RULES[self._config.update_rule].holds
+        displaced = not RULES[self.update_rule].holds
         made = recalled(self.archive.rows(), question, terms, states, windows, displaced)
         for layer, state in made.items():
             cache.layers[layer].state = state
@@ -257,7 +262,8 @@ class InfiniCache(Cache):
 
     def passages(self, row: int = 0) -> list[Tensor]:
         """What a row keeps in the layer with the most places, by blocks of 64 tokens: their
-        numbers, `[tokens]` each; after a recall, the most relevant block first."""
+        numbers, `[tokens]` each; after a recall, the most relevant block first. `located` of the
+        archive's row says which document of several ([`joined`]) has one, and its ids."""
         layer = max(self.windows, key=lambda layer: self.windows[layer].kept_tokens)
         window, state = self.windows[layer], self.layers[layer].state
         if state is None or not window.kept_tokens:
@@ -355,6 +361,17 @@ class InfiniCache(Cache):
                 f"this one read the text, with a new {type(self).__name__}(model.config)."
             )
         self._model, self._config, self._sample = weakref.ref(model), config, sample
+
+    def check_same_model(self, other: "InfiniCache") -> None:
+        """ValueError unless another cache was filled by the same model, as far as both show."""
+        known = other._model() or self._model()
+        for cache in (self, other) if known is not None else ():
+            cache.check_model(known)
+        if _facts(self._config) != _facts(other._config):
+            raise ValueError(
+                "these caches are of models with other layers, windows or options: have one model "
+                "read all of the documents."
+            )
 
     def exchange(self) -> Any:
         """What gives the layers of one call what other processes have read (context parallelism);
@@ -501,6 +518,11 @@ class InfiniCache(Cache):
                 f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows."
             )
         self.check_finished()
+        if self.archive is not None and any(row.others for row in self.archive.rows()):
+            raise ValueError(
+                "this cache asks several documents together, each of which has its own file: save "
+                "the caches that were joined."
+            )
         if isinstance(model, dict):
             check_description(described := model)
         else:
