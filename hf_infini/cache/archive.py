@@ -136,11 +136,7 @@ class Row(NamedTuple):
             bounds = torch.searchsorted(numbers, torch.tensor(self.begins)).diff().tolist()
             each = zip(self.documents, numbers.split(bounds), self.begins, strict=False)
             return torch.cat(
-                [
-                    row._replace(others=()).found(own - begin)
-                    for row, own, begin in each
-                    if len(own)
-                ]
+                [row._replace(others=()).found(own - begin) for row, own, begin in each if len(own)]
             )
         blocks, places = (numbers // BLOCK_TOKENS).unique(return_inverse=True)
         whole = self.bytes_of(number for number in blocks.tolist() if number < len(self.blocks))

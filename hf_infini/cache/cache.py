@@ -557,7 +557,12 @@ class InfiniCache(Cache):
     @classmethod
     @check_types
     def from_pretrained(
-        cls, path: str | os.PathLike, model: nn.Module, *, text_sha256: Sequence[str] | None = None
+        cls,
+        path: str | os.PathLike,
+        model: nn.Module,
+        *,
+        text_sha256: Sequence[str] | None = None,
+        description: dict | None = None,
     ) -> "InfiniCache":
         """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices. Hashes
         the model's weights to compare them with those that wrote the memory.
@@ -568,6 +573,8 @@ class InfiniCache(Cache):
                 wrote it.
             text_sha256: for each row, that of the text that it must have read; `None`:
                 any.
+            description: what [`describe_model`] said of the model, for many files of one, whose
+                weights are then hashed once; `None`: it is asked.
 
         Raises:
             MemoryFileError: the file is damaged, no memory file, or of another model or
@@ -576,7 +583,7 @@ class InfiniCache(Cache):
         """
         config: Any = getattr(model, "config", None)
         cache, (record, tensors) = cls(config), read_memory_file(path)
-        check_model(path, record, model)
+        check_model(path, record, model, description)
         check_tensors(path, tensors, config, len(record["tokens_seen"]))
         if text_sha256 is not None and record["text_sha256"] != list(text_sha256):
             raise MemoryFileError(

@@ -1,0 +1,243 @@
+"""Documents that are read apart and asked together: what a question recalls of each, and that only
+those that are new are read."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+from commands import command_in, save_models
+from corpora.tokenization import train_bpe
+from decoders import decoder
+from hf_infini import InfiniCache, patch_model
+from hf_infini.cache.archive import FIRST_OF_OTHERS
+from hf_infini.cache.files import MemoryFileError
+from hf_infini.cache.joined import joined
+from hf_infini.compat.cache_name import CACHE
+from hf_infini.ops.naive import naive_relevance
+from hf_infini.ops.recall import BLOCK_TOKENS, have_left
+from hf_infini.tools.documents import files_in
+from hf_infini.tools.reader import Reader
+from running import sample_text
+
+WINDOW = dict(segment_length=16, local_segments=1, sink_tokens=2, kept_tokens=90)
+LENGTHS = (700, 65, 10, 300)  # of documents
+
+
+def patched(**options):
+    given = WINDOW | {"update_rule": "none", "keep_score": "recent", "mask_special_tokens": False}
+    family = options.pop("family", "llama")
+    layers = options.pop("layers", 4)
+    model = decoder(family, max_position_embeddings=4096, num_hidden_layers=layers)
+    return patch_model(model, **given | options).eval()
+
+
+@torch.no_grad()
+def read(model, ids, cache=None, **inputs) -> InfiniCache:
+    cache = InfiniCache(model.config, archive=True) if cache is None else cache
+    model(input_ids=ids[None], use_cache=True, **{CACHE: cache}, **inputs)
+    return cache
+
+
+def document(tokens: int, seed: int = 0):
+    """Few common ids, and rare ones, which questions ask for."""
+    draw = torch.Generator().manual_seed(seed)
+    common = torch.randint(3, 20, (tokens,), generator=draw)
+    rare = torch.randint(20, 97, (tokens,), generator=draw)
+    return torch.where(torch.rand(tokens, generator=draw) < 0.1, rare, common)
+
+
+def several(lengths=LENGTHS):
+    return [document(tokens, seed) for seed, tokens in enumerate(lengths)]
+
+
+def naive_choice(documents, question, window):
+    """Of all tokens that the window does not have anyway, by document and number, those of the
+    most relevant blocks."""
+    relevance = iter(naive_relevance([ids.tolist() for ids in documents], question.tolist()))
+    blocks, first = [], 0
+    for number, ids in enumerate(documents):
+        _, end = have_left(len(ids), window)
+        end = end if number == len(documents) - 1 else len(ids)
+        for at in range(0, len(ids), BLOCK_TOKENS):
+            tokens = range(at, min(at + BLOCK_TOKENS, len(ids)))
+            own = [(number, token) for token in tokens if window.sink_tokens <= token < end]
+            blocks.append((next(relevance), first, own))
+            first += 1
+    ranked = sorted(blocks, key=lambda b: (-b[0], b[1] if b[0] else -b[1]))
+    return sorted([place for _, _, own in ranked for place in own][: window.kept_tokens])
+
+
+def kept_places(cache, layer: int = 0):
+    """Of what a cache keeps, the document and the number there of each token, in order."""
+    row, numbers = cache.archive.rows()[0], cache.layers[layer].state.kept_position[0, 0]
+    places = []
+    for number in numbers[numbers >= 0].tolist():
+        where, _ = row.located(torch.tensor([number]))
+        other = number >= FIRST_OF_OTHERS
+        begin = row.begins[where] + FIRST_OF_OTHERS if other else 0
+        places.append((where, number - begin))
+    return places
+
+
+# --- the recall
+
+
+@pytest.mark.parametrize("last", range(len(LENGTHS)))
+@pytest.mark.parametrize("shares", [None, [0.5, 1.5, 1, 1]])
+def test_a_question_recalls_what_the_documents_have(shares, last):
+    """The naive choice over all of them; of each the keys and values of its own archive. Whichever
+    comes last, also one that does not fill its window."""
+    model, documents = patched(kept_shares=shares), several()
+    documents.append(documents.pop(last))
+    caches = [read(model, ids) for ids in documents]
+    question = torch.cat([documents[0][20:25], documents[-1][-9:], documents[2][3:6]])
+    cache = joined(caches).recall(question)
+    rows = [each.archive.rows()[0] for each in caches]
+    for layer, window in cache.windows.items():
+        wanted = naive_choice(documents, question, window)
+        assert kept_places(cache, layer) == wanted and len(wanted) == window.kept_tokens
+        parts = [
+            rows[where].states(layer, rows[where].found(torch.tensor([n for _, n in own])))
+            for where, own in itertools.groupby(wanted, key=lambda place: place[0])
+            for own in [list(own)]
+        ]
+        state, places = cache.layers[layer].state, slice(window.sink_tokens, window.ahead)
+        pairs = zip((state.local_key, state.local_value), zip(*parts, strict=True), strict=True)
+        for held, own in pairs:
+            assert torch.equal(held[0, :, places], torch.cat(own, 1))
+    for number, block in enumerate(cache.passages()):
+        where, ids = cache.archive.rows()[0].located(block)
+        begin = rows[where].tokens if number < 0 else int(block[0]) % BLOCK_TOKENS
+        assert len(ids) == len(block) and begin < BLOCK_TOKENS
+        assert any(
+            torch.equal(ids, documents[where][at : at + len(ids)])
+            for at in range(len(documents[where]))
+        )
+
+
+def test_one_document_is_recalled_as_by_itself():
+    model, ids = patched(), document(700)
+    cache = read(model, ids)
+    for one, two in zip(
+        cache.recall(ids[300:309]).layers, joined([cache]).recall(ids[300:309]).layers, strict=True
+    ):
+        pairs = zip(one.state.tensors().values(), two.state.tensors().values(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_the_order_does_not_change_what_is_found():
+    model, documents = patched(kept_tokens=128), several((400, 500, 300))
+    caches = [read(model, ids) for ids in documents]
+    question = torch.cat([documents[0][70:80], documents[1][200:210]])
+    found = []
+    for order in itertools.permutations(range(3)):
+        cache = joined(caches[number] for number in order).recall(question)
+        found.append({(order[where], number) for where, number in kept_places(cache)})
+    assert all(each == found[0] for each in found) and {where for where, _ in found[0]} == {0, 1}
+
+
+@pytest.mark.parametrize("lengths", [(30, 5), (40, 30, 1), (9, 60)])
+def test_documents_that_fit_are_all_in_sight(lengths):
+    """With one layer, whose keys know no other token, as the plain model sees the documents one
+    after the other, behind the sinks of the last."""
+    model, documents = patched(layers=1), several(lengths)
+    *others, last = documents
+    cache = joined(read(model, ids) for ids in documents).recall(torch.tensor([5]))
+    question, sinks = document(8, 9), WINDOW["sink_tokens"]
+    text = torch.cat([last[:sinks], *(ids[sinks:] for ids in others), last[sinks:], question])
+    plain = decoder("llama", max_position_embeddings=4096, num_hidden_layers=1).eval()
+    with torch.no_grad():
+        wanted = plain(text[None]).logits[:, -8:]
+        found = model(input_ids=question[None], use_cache=True, **{CACHE: cache}).logits
+    if len(last) < sinks:  # the sinks of others are not there
+        return
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [(700, 300), (20, 10), (300, 3)])
+def test_reading_goes_on_however_it_is_cut(lengths):
+    """Also where places are empty yet; and each question recalls anew."""
+    model, documents, more = patched(), several(lengths), document(120, 9)
+    cache = joined(read(model, ids) for ids in documents).recall(documents[0][5:15])
+    first, second = cache, copy.copy(cache)
+    logits = []
+    with torch.no_grad():
+        for part, own in ((120, first), (7, second)):
+            calls = more.split(part) if part > 7 else [*more[:40].split(1), *more[40:].split(7)]
+            outputs = [model(input_ids=c[None], use_cache=True, **{CACHE: own}) for c in calls]
+            logits.append(torch.cat([output.logits for output in outputs], 1))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    assert torch.equal(first.state.kept_position, second.state.kept_position)
+    again = first.recall(more[:8])
+    documents[-1] = torch.cat([documents[-1], more])
+    window = again.windows[0]
+    assert kept_places(again) == naive_choice(documents, more[:8], window)
+
+
+def test_generate_goes_on_and_rows_ask_their_own():
+    model, documents = patched(), several((500, 400))
+    caches = [read(model, ids) for ids in documents]
+    cache, questions = joined(caches), [documents[0][200:206], documents[1][100:106]]
+    cache.batch_repeat_interleave(2)
+    recalled, ids = cache.recall(questions), torch.stack(questions)
+    options = {"min_new_tokens": 6, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    mask = recalled.attention_mask(torch.ones_like(ids))
+    said = model.generate(ids, attention_mask=mask, **options, **{CACHE: recalled})
+    for row, question in enumerate(questions):
+        own = joined(caches).recall(question)
+        mask = own.attention_mask(torch.ones_like(question[None]))
+        alone = model.generate(question[None], attention_mask=mask, **options, **{CACHE: own})
+        assert torch.equal(alone[0], said[row])
+    assert [row.tokens for row in recalled.archive.rows()] == [400 + 6 + 5] * 2
+
+
+# --- what cannot be joined
+
+
+def test_caches_that_cannot_be_joined_are_refused(tmp_path):
+    model, ids = patched(), document(100)
+    cache = read(model, ids)
+    for given, message in {
+        (): "caches has none",
+        (cache, InfiniCache(model.config, archive=True)): "cache 2 has 0 rows",
+        (read(model, ids, InfiniCache(model.config)), cache): "cache 1 has no archive",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            joined(given)
+    with pytest.raises(TypeError, match="number 1 is 'text'"):
+        joined(["text"])
+    both = copy.copy(cache)
+    both.batch_repeat_interleave(2)
+    with pytest.raises(ValueError, match="cache 1 has 2 rows"):
+        joined([both])
+    rule = patched(update_rule="linear")
+    with pytest.raises(ValueError, match="has a memory .update_rule='linear'.*read them as one"):
+        joined([read(rule, ids)])
+    for options in ({"kept_tokens": 80}, {"layers": 2}):
+        with pytest.raises(ValueError, match="model"):
+            joined([cache, read(patched(**options), ids)])
+    other = patched()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight += 1
+    with pytest.raises(ValueError, match="of another model"):
+        joined([cache, read(other, ids)])
+    with pytest.raises(ValueError, match="save the caches that were joined"):
+        joined([cache, cache]).save_pretrained(tmp_path / "file", model)
+
+
+def test_files_are_joined_as_what_was_saved(tmp_path):
+    model, documents = patched(), several()
+    caches = [read(model, ids) for ids in documents]
+    for number, cache in enumerate(caches):
+        cache.save_pretrained(tmp_path / f"{number}", model)
+    names = [tmp_path / f"{number}" for number in range(len(caches))]
+    question = documents[0][300:309]
+    loaded = joined(InfiniCache.from_pretrained(name, model) for name in names)
+    one, two = joined(caches).recall(question), loaded.recall(question)
+    assert kept_places(one) == kept_places(two)
+    assert torch.equal(one.state.local_key, two.state.local_key)
+    assert loaded.archive.nbytes() < one.archive.nbytes() / 2
+    twice = joined([joined(caches[:2]), *caches[2:]]).recall(question)
+    assert torch.equal(twice.state.local_key, one.state.local_key)
