@@ -64,6 +64,7 @@ class Row(NamedTuple):
     blocks: tuple[Block, ...]  # those that are complete
     tail: Tensor  # `[tokens, bytes]`, of the tokens behind them
     others: tuple["Row", ...] = ()  # other documents, which are asked together with this one
+    number: int = 0  # of this document among all of them, as they were given
 
     @property
     def documents(self) -> tuple["Row", ...]:
@@ -83,13 +84,13 @@ class Row(NamedTuple):
         return torch.where(numbers < own, numbers + FIRST_OF_OTHERS, numbers - own)
 
     def located(self, block: Tensor) -> tuple[int, Tensor]:
-        """Which of the documents has the tokens with these numbers, all of one block, as a state
-        has them; and their ids."""
+        """The number of the document that has the tokens with these numbers, all of one block, as
+        a state has them; and their ids."""
         if block[0] < FIRST_OF_OTHERS:
-            return len(self.others), self.ids[block]
+            return self.number, self.ids[block]
         block = block - FIRST_OF_OTHERS
-        document = bisect.bisect(self.begins, int(block[0])) - 1
-        return document, self.others[document].ids[block - self.begins[document]]
+        place = bisect.bisect(self.begins, int(block[0])) - 1
+        return self.others[place].number, self.others[place].ids[block - self.begins[place]]
 
     @property
     def tokens(self) -> int:
@@ -108,7 +109,7 @@ class Row(NamedTuple):
         ids, eligible = (
             torch.cat(pair) for pair in ((self.ids, new.ids), (self.eligible, new.eligible))
         )
-        return Row(ids, eligible, self.parts, blocks, tail, self.others)
+        return Row(ids, eligible, self.parts, blocks, tail, self.others, self.number)
 
     def last(self, tokens: int) -> "Row":
         """The row of so many last tokens, all of which are in the tail."""

@@ -9,37 +9,52 @@ from .cache import InfiniCache
 
 
 def joined(caches: Iterable[InfiniCache]) -> InfiniCache:
-    """A cache that goes on from the last of several documents, and recalls from the archives of
-    all: each keeps its own blocks, and no block's relevance spreads to another document
+    """A cache that goes on from one of several documents, and recalls from the archives of all:
+    each keeps its own blocks, and no block's relevance spreads to another document
     (`hf_infini.ops.recall`). It takes as many bytes on the device as one of them. Where all tokens
     fit into the kept places, all are recalled, in the order of the documents.
 
+    It goes on from the last document that fills the window's segments, whose end stays in sight:
+    before, a document's softmax has no kept places.
+
     Args:
         caches: of one row each, with an archive, of one model with update_rule "none". They are
-            taken one after the other, and of all but the last only the archive is held. They are
-            not changed.
+            taken one after the other, and only one state is held. They are not changed.
 
     Raises:
-        ValueError: there are none, or one of them is otherwise; says which, and why.
+        ValueError: there are none, one of them is otherwise, or none of several fills the window's
+            segments; says which, and why.
         TypeError: one is no InfiniCache.
     """
     documents: list[Row] = []
-    last: InfiniCache | None = None
+    own, goes_on, span = None, 0, 0
     for number, cache in enumerate(caches, 1):
         row = _row_of(cache, number)
-        if last is not None:
-            last.check_same_model(cache)
+        if own is not None:
+            own.check_same_model(cache)
             if row.parts != documents[-1].parts:
                 raise ValueError(
                     f"cache {number} has keys and values in {row.parts[0].dtype}, and the one "
                     f"before in {documents[-1].parts[0].dtype}: read all under one autocast."
                 )
-        documents += [each._replace(others=()) for each in row.documents]
-        last = cache
-    if last is None:
+        every = sorted(row.documents, key=lambda each: each.number)
+        span = max(window.span for window in cache.windows.values())
+        if own is None or row.tokens >= span:
+            own, goes_on = cache, len(documents) + row.number
+        documents += [
+            each._replace(others=(), number=len(documents) + place)
+            for place, each in enumerate(every)
+        ]
+    if own is None:
         raise ValueError("caches has none: give that of one document at least.")
-    made = last.__copy__()
-    made.archive = Archive([documents[-1]._replace(others=tuple(documents[:-1]))])
+    row = documents.pop(goes_on)
+    if documents and row.tokens < span:
+        raise ValueError(
+            f"none of the documents has the {span} tokens that fill the window, before which "
+            "nothing is recalled: read them as one text."
+        )
+    made = own.__copy__()
+    made.archive = Archive([row._replace(others=tuple(documents))])
     return made
 
 

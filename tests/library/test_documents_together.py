@@ -44,7 +44,7 @@ def document(tokens: int, seed: int = 0):
     """Few common ids, and rare ones, which questions ask for."""
     draw = torch.Generator().manual_seed(seed)
     common = torch.randint(3, 20, (tokens,), generator=draw)
-    rare = torch.randint(20, 97, (tokens,), generator=draw)
+    rare = torch.randint(20, 90, (tokens,), generator=draw)
     return torch.where(torch.rand(tokens, generator=draw) < 0.1, rare, common)
 
 
@@ -52,21 +52,30 @@ def several(lengths=LENGTHS):
     return [document(tokens, seed) for seed, tokens in enumerate(lengths)]
 
 
+def order_of(documents) -> list[int]:
+    """Their numbers, that of the last which fills the window at the end."""
+    [*_, own] = [number for number, ids in enumerate(documents) if len(ids) >= 32]
+    return [*(number for number in range(len(documents)) if number != own), own]
+
+
 def naive_choice(documents, question, window):
     """Of all tokens that the window does not have anyway, by document and number, those of the
-    most relevant blocks."""
-    relevance = iter(naive_relevance([ids.tolist() for ids in documents], question.tolist()))
+    most relevant blocks, in order."""
+    order = order_of(documents)
+    terms = [documents[number].tolist() for number in order]
+    relevance = iter(naive_relevance(terms, question.tolist()))
     blocks, first = [], 0
-    for number, ids in enumerate(documents):
-        _, end = have_left(len(ids), window)
-        end = end if number == len(documents) - 1 else len(ids)
+    for number in order:
+        ids, (_, end) = documents[number], have_left(len(documents[number]), window)
+        end = end if number == order[-1] else len(ids)
         for at in range(0, len(ids), BLOCK_TOKENS):
             tokens = range(at, min(at + BLOCK_TOKENS, len(ids)))
             own = [(number, token) for token in tokens if window.sink_tokens <= token < end]
             blocks.append((next(relevance), first, own))
             first += 1
     ranked = sorted(blocks, key=lambda b: (-b[0], b[1] if b[0] else -b[1]))
-    return sorted([place for _, _, own in ranked for place in own][: window.kept_tokens])
+    chosen = [place for _, _, own in ranked for place in own][: window.kept_tokens]
+    return sorted(chosen, key=lambda place: (order.index(place[0]), place[1]))
 
 
 def kept_places(cache, layer: int = 0):
@@ -75,8 +84,10 @@ def kept_places(cache, layer: int = 0):
     places = []
     for number in numbers[numbers >= 0].tolist():
         where, _ = row.located(torch.tensor([number]))
-        other = number >= FIRST_OF_OTHERS
-        begin = row.begins[where] + FIRST_OF_OTHERS if other else 0
+        begin = 0
+        if number >= FIRST_OF_OTHERS:
+            place = [each.number for each in row.others].index(where)
+            begin = row.begins[place] + FIRST_OF_OTHERS
         places.append((where, number - begin))
     return places
 
@@ -87,10 +98,10 @@ def kept_places(cache, layer: int = 0):
 @pytest.mark.parametrize("last", range(len(LENGTHS)))
 @pytest.mark.parametrize("shares", [None, [0.5, 1.5, 1, 1]])
 def test_a_question_recalls_what_the_documents_have(shares, last):
-    """The naive choice over all of them; of each the keys and values of its own archive. Whichever
-    comes last, also one that does not fill its window."""
+    """The naive choice over all of them; of each the keys and values of its own archive; whichever
+    comes last."""
     model, documents = patched(kept_shares=shares), several()
-    documents.append(documents.pop(last))
+    documents.append(documents.pop(last))  # of which one does not fill the window
     caches = [read(model, ids) for ids in documents]
     question = torch.cat([documents[0][20:25], documents[-1][-9:], documents[2][3:6]])
     cache = joined(caches).recall(question)
@@ -107,14 +118,10 @@ def test_a_question_recalls_what_the_documents_have(shares, last):
         pairs = zip((state.local_key, state.local_value), zip(*parts, strict=True), strict=True)
         for held, own in pairs:
             assert torch.equal(held[0, :, places], torch.cat(own, 1))
-    for number, block in enumerate(cache.passages()):
+    for block in cache.passages():
         where, ids = cache.archive.rows()[0].located(block)
-        begin = rows[where].tokens if number < 0 else int(block[0]) % BLOCK_TOKENS
-        assert len(ids) == len(block) and begin < BLOCK_TOKENS
-        assert any(
-            torch.equal(ids, documents[where][at : at + len(ids)])
-            for at in range(len(documents[where]))
-        )
+        begins = range(len(documents[where]))
+        assert any(torch.equal(ids, documents[where][at : at + len(block)]) for at in begins)
 
 
 def test_one_document_is_recalled_as_by_itself():
@@ -128,22 +135,23 @@ def test_one_document_is_recalled_as_by_itself():
 
 
 def test_the_order_does_not_change_what_is_found():
-    model, documents = patched(kept_tokens=128), several((400, 500, 300))
+    model, documents = patched(kept_tokens=256), several((400, 500, 300))
+    documents[0][100:103], documents[1][200:203] = 95, 96
     caches = [read(model, ids) for ids in documents]
-    question = torch.cat([documents[0][70:80], documents[1][200:210]])
+    question = torch.tensor([95, 96, 96, 3])
     found = []
     for order in itertools.permutations(range(3)):
         cache = joined(caches[number] for number in order).recall(question)
         found.append({(order[where], number) for where, number in kept_places(cache)})
-    assert all(each == found[0] for each in found) and {where for where, _ in found[0]} == {0, 1}
+    assert all(each == found[0] for each in found) and {where for where, _ in found[0]} >= {0, 1}
 
 
-@pytest.mark.parametrize("lengths", [(30, 5), (40, 30, 1), (9, 60)])
+@pytest.mark.parametrize("lengths", [(30, 45), (40, 30, 2), (9, 60)])
 def test_documents_that_fit_are_all_in_sight(lengths):
     """With one layer, whose keys know no other token, as the plain model sees the documents one
     after the other, behind the sinks of the last."""
     model, documents = patched(layers=1), several(lengths)
-    *others, last = documents
+    *others, last = (documents[number] for number in order_of(documents))
     cache = joined(read(model, ids) for ids in documents).recall(torch.tensor([5]))
     question, sinks = document(8, 9), WINDOW["sink_tokens"]
     text = torch.cat([last[:sinks], *(ids[sinks:] for ids in others), last[sinks:], question])
@@ -151,12 +159,10 @@ def test_documents_that_fit_are_all_in_sight(lengths):
     with torch.no_grad():
         wanted = plain(text[None]).logits[:, -8:]
         found = model(input_ids=question[None], use_cache=True, **{CACHE: cache}).logits
-    if len(last) < sinks:  # the sinks of others are not there
-        return
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("lengths", [(700, 300), (20, 10), (300, 3)])
+@pytest.mark.parametrize("lengths", [(700, 300), (20, 40), (300, 3), (32, 32)])
 def test_reading_goes_on_however_it_is_cut(lengths):
     """Also where places are empty yet; and each question recalls anew."""
     model, documents, more = patched(), several(lengths), document(120, 9)
@@ -171,7 +177,8 @@ def test_reading_goes_on_however_it_is_cut(lengths):
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
     assert torch.equal(first.state.kept_position, second.state.kept_position)
     again = first.recall(more[:8])
-    documents[-1] = torch.cat([documents[-1], more])
+    own = order_of(documents)[-1]
+    documents[own] = torch.cat([documents[own], more])
     window = again.windows[0]
     assert kept_places(again) == naive_choice(documents, more[:8], window)
 
@@ -212,6 +219,8 @@ def test_caches_that_cannot_be_joined_are_refused(tmp_path):
     both.batch_repeat_interleave(2)
     with pytest.raises(ValueError, match="cache 1 has 2 rows"):
         joined([both])
+    with pytest.raises(ValueError, match="none of the documents has the 32 tokens.*as one text"):
+        joined([read(model, document(31)), read(model, document(5))])
     rule = patched(update_rule="linear")
     with pytest.raises(ValueError, match="has a memory .update_rule='linear'.*read them as one"):
         joined([read(rule, ids)])
