@@ -118,8 +118,8 @@ def ask(
         list[Path],
         typer.Argument(
             help="Text, Markdown, HTML or PDF, or folders of them. Several are read apart, and "
-            "only those that are new or have changed; with --memory, --no-archive or a model that "
-            "has a memory, as one text.",
+            "only those that are new or have changed; with --memory, --no-archive, a memory of "
+            "what leaves the window, or only short ones, as one text.",
             exists=True,
         ),
     ],
@@ -174,7 +174,7 @@ def ask(
     roles = ("user", "assistant", "user")
     with while_("applying the chat template of", model, "--no-chat-template asks without it."):
         reader.rendered([{"role": role, "content": "?"} for role in roles])
-    if not (apart and archive and net.config.update_rule == "none"):
+    if not (apart and archive and reader.reads_apart(texts)):
         texts = {whole: ", ".join(texts.values())}
     parts = net.dtype, fingerprint(tokenizer), str(tokenizer.chat_template)
     of_archive = ["archive"] if archive else []

@@ -12,7 +12,7 @@ import time
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from ..compat.cache_name import CACHE, cache_of
 from ..models.loading import fingerprint
 from ..models.structure import decoder_of
 from ..ops.checks import Model, check_types
+from ..ops.rules import RULES
 from ..options import check_number
 
 SAVE_SECONDS = 60  # between two files of what has been read so far
@@ -301,7 +302,7 @@ class Reader:
 
         Returns:
             The reader's own cache, [`joined`]. Errors as of `read_document`; ValueError where there
-            are several texts and the reader has no archive, or its model has a memory.
+            are several texts, but no archive, or not [`reads_apart`].
         """
         files = [None] * len(texts) if files is None else list(files)
         if isinstance(texts, str) or not texts or len(files) != len(texts):
@@ -316,6 +317,15 @@ class Reader:
         self.document, self._documents = "\n\n".join(texts), marked
         self.texts[head + self._document] = cache
         return cache
+
+    def reads_apart(self, texts: Iterable[str]) -> bool:
+        """Whether documents of these `texts` can be read apart: the model has no memory of what
+        leaves its window, and one text at least fills that."""
+        config = self.model.config
+        span = max(window.span for window in config.windows.values())
+        return not RULES[config.update_rule].holds and any(
+            len(self._encode(self._plain(text))) >= span for text in texts
+        )
 
     @property
     def _document(self) -> str:

@@ -250,3 +250,174 @@ def test_files_are_joined_as_what_was_saved(tmp_path):
     assert loaded.archive.nbytes() < one.archive.nbytes() / 2
     twice = joined([joined(caches[:2]), *caches[2:]]).recall(question)
     assert torch.equal(twice.state.local_key, one.state.local_key)
+
+
+# --- a reader
+
+FACTS = ("The gardener keeps zinnias.", "A sailor hid the compass.", "Nobody saw the quarry.")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe([sample_text(), " ".join(FACTS)], 500)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    options = {"segment_length": 32, "sink_tokens": 2, "kept_tokens": 200, "update_rule": "none"}
+    options |= {"local_segments": 1, "keep_score": "recent", "mask_special_tokens": False}
+    plain = decoder("llama", vocab_size=len(tokenizer), max_position_embeddings=4096)
+    return patch_model(plain, **options).eval()
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    pieces = [sample_text()[at : at + 800] for at in (0, 1600, 3200)]
+    return [
+        f"{piece[:400]}\n{fact}\n{piece[400:]}" for piece, fact in zip(pieces, FACTS, strict=True)
+    ]
+
+
+@pytest.fixture
+def tokens_read(model):
+    """Of each call of the model how many tokens."""
+    called = []
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, given: called.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    yield called
+    hook.remove()
+
+
+def asked(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+def sources_of(reader: Reader) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for document, passage in zip(reader.source_documents[0], reader.sources[0], strict=True):
+        found[document] = found.get(document, "") + passage
+    return found
+
+
+def test_only_new_documents_are_read(model, tokenizer, texts, tokens_read, tmp_path):
+    """In any order, and each question recalls from all."""
+
+    def told(own: list[str]) -> tuple[Reader, str]:
+        reader = Reader(model, tokenizer, archive=True)
+        files = [tmp_path / f"{hash(text)}" for text in own]
+        reader.read_documents(own, files=files, progress=False)
+        assert len(reader.texts) < 4  # one state, however many documents
+        return reader, reader.chat(asked("zinnias compass"), max_new_tokens=5)
+
+    first, said = told(texts)
+    found = sources_of(first)
+    assert "zinnias" in found[0] and "compass" in found[1]
+    reading = sum(tokens_read)
+    for given, again in ((texts, 0), ([texts[0] + " And more.", *texts[1:]], 1), (texts[::-1], 0)):
+        tokens_read.clear()
+        reader, other = told(given)
+        assert (sum(tokens_read) > 100) == again and sum(tokens_read) < reading / 2
+        if given is texts:
+            assert other == said and reader.sources == first.sources
+    found = sources_of(reader)  # of the texts in reverse
+    assert "zinnias" in found[2] and "compass" in found[1]
+    # the chat goes on, and each turn recalls anew
+    messages = [*asked("zinnias compass"), {"role": "assistant", "content": other}]
+    tokens_read.clear()
+    reader.chat([*messages, *asked("quarry")], max_new_tokens=3)
+    assert "quarry" in sources_of(reader)[0] and sum(tokens_read) < 60
+
+
+def test_a_chat_with_another_beginning_reads_each_document_after_it(
+    model, tokenizer, texts, tokens_read
+):
+    system = {"role": "system", "content": "Be brief."}
+    reader = Reader(model, tokenizer, archive=True)
+    reader.read_documents(texts, progress=False)
+    said = reader.chat([system, *asked("compass")], max_new_tokens=5)
+    fresh = Reader(model, tokenizer, archive=True)
+    fresh.read_documents(texts, progress=False, before=[system])
+    tokens_read.clear()
+    assert fresh.chat([system, *asked("compass")], max_new_tokens=5) == said
+    assert fresh.sources == reader.sources and "compass" in sources_of(fresh)[1]
+    assert sum(tokens_read) < 60
+
+
+def test_documents_that_cannot_be_read_apart(model, tokenizer, texts):
+    with pytest.raises(ValueError, match="archive=True, or have it read them as one text"):
+        Reader(model, tokenizer).read_documents(texts, progress=False)
+    reader = Reader(model, tokenizer, archive=True)
+    for given, files in (([], None), (texts, ["one"])):
+        with pytest.raises(ValueError, match="the texts of one or more documents"):
+            reader.read_documents(given, files=files)
+    assert reader.reads_apart(texts) and not reader.reads_apart(["short", "texts"])
+    one = Reader(model, tokenizer, archive=True)
+    one.read_documents(texts[:1], progress=False)
+    reader.read_document(texts[0], progress=False)
+    assert one.chat(asked("Who?"), max_new_tokens=4) == reader.chat(asked("Who?"), max_new_tokens=4)
+    assert one.sources == reader.sources and one.document == reader.document == texts[0]
+
+
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("together"))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    return command_in(tmp_path / "kept", monkeypatch, capsys)
+
+
+@pytest.mark.slow
+def test_the_command_reads_what_is_new_in_a_folder(folders, run, tmp_path, texts):
+    folder = tmp_path / "folder"
+    (folder / "deep").mkdir(parents=True)
+    for name, text in zip(("a.txt", "b.md", "deep/c.txt"), texts, strict=True):
+        (folder / name).write_text(text * 2, encoding="utf-8")
+    (folder / ".hidden.txt").write_text("hidden", encoding="utf-8")
+    (folder / "numbers.csv").write_text("1,2", encoding="utf-8")
+    words = ["ask", folders["plain"], folder, "-q", "zinnias compass", "--max-new-tokens", 3]
+    words += ["--device", "cpu", "--sources", "--kept-tokens", 200]
+    first = run(*words)
+    assert first.err.count("100%") >= 3 and "3 memory files" in first.err
+    assert f"[1] {folder}" in first.err and "0 of them from before" in first.err
+    kept = sorted((tmp_path / "kept" / "memories").glob("*.safetensors"))
+    second = run(*words)
+    assert "reading:" not in second.err and second.out == first.out and len(kept) == 3
+    (folder / "b.md").write_text(texts[1] + texts[0], encoding="utf-8")
+    assert "2 of them from before" in run(*words).err
+    kept[0].write_bytes(b"damaged")
+    kept[1].unlink()
+    mended = run(*words)
+    assert "reading again" in mended.err and kept[0].name in mended.err
+    (tmp_path / "copy.txt").write_text(texts[0] * 2, encoding="utf-8")
+    both = run(*words[:2], folder / "a.txt", tmp_path / "copy.txt", *words[3:])
+    assert "memory file: " in both.err  # the same text is one document
+    one = run(*words, "--memory", tmp_path / "one")  # as one text
+    assert f"memory file: {tmp_path / 'one'}" in one.err and (tmp_path / "one").exists()
+
+
+def test_the_files_of_a_folder(tmp_path, texts):
+    names = ["b.TXT", "a.md", "deep/er/c.html", "deep/.git/d.txt", ".e.txt", "f.csv", "g"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text", encoding="utf-8")
+    found = [file.relative_to(tmp_path).as_posix() for file in files_in([tmp_path])]
+    assert found == ["a.md", "b.TXT", "deep/er/c.html"]
+    assert files_in([tmp_path / "f.csv", tmp_path / "deep"])[0].name == "f.csv"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty has no documents: of a folder, .txt, .*.pdf files"):
+        files_in([tmp_path / "empty"])
+
+
+@pytest.mark.parametrize("damages", [1, 2])
+def test_a_damaged_file_of_several_is_named(damages, model, tokenizer, texts, tmp_path):
+    files = [tmp_path / name for name in ("one", "two", "three")]
+    Reader(model, tokenizer, archive=True).read_documents(texts, files=files, progress=False)
+    files[damages].write_bytes(b"damaged")
+    with pytest.raises(MemoryFileError, match=files[damages].name):
+        Reader(model, tokenizer, archive=True).read_documents(texts, files=files, progress=False)
