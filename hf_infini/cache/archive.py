@@ -342,7 +342,9 @@ def recalled(
         asked.append(Recalled(row, block_relevance(of_documents, _terms_of(ids, terms))))
     sizes = sorted({*windows.values()}, key=lambda window: -window.kept_tokens)
     chosen = {window: [each.choice(window) for each in asked] for window in sizes}
-    found = []  # for the first window that does not keep all; the smaller ones have a part of it
+    found: list[
+        Any
+    ] = []  # for the first window that does not keep all; the smaller ones have a part of it
     for row, *choices in zip(rows, *chosen.values(), strict=True):
         first = next((choice.numbers for choice in choices if choice is not None), None)
         found.append(None if first is None else (first, row.found(first)))

@@ -364,9 +364,9 @@ class InfiniCache(Cache):
 
     def check_same_model(self, other: "InfiniCache") -> None:
         """ValueError unless another cache was filled by the same model, as far as both show."""
-        known = other._model() or self._model()
-        for cache in (self, other) if known is not None else ():
-            cache.check_model(known)
+        for known in filter(None, (other._model(), self._model())):
+            self.check_model(known)
+            other.check_model(known)
         if _facts(self._config) != _facts(other._config):
             raise ValueError(
                 "these caches are of models with other layers, windows or options: have one model "

@@ -58,8 +58,8 @@ def block_relevance(terms: Tensor | Sequence[Tensor], question: Tensor) -> Tenso
 
 
 def in_blocks(of_tokens: Tensor, filler: int) -> Tensor:
-    """What each token of a document has, `[tokens]`, as `[blocks, BLOCK_TOKENS]`, the last one
-    filled up."""
+    """What each token of a document has, `of_tokens` `[tokens]`, as `[blocks, BLOCK_TOKENS]`, the
+    last one filled up with `filler`."""
     return F.pad(of_tokens, (0, -len(of_tokens) % BLOCK_TOKENS), value=filler).view(
         -1, BLOCK_TOKENS
     )

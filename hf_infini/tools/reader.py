@@ -435,7 +435,8 @@ class Reader:
         each is."""
         archive: Any = cache.archive
         located = [archive.rows()[row].located(block) for block in cache.passages(row)]
-        return [(document, self.tokenizer.decode(ids)) for document, ids in located]
+        texts = self.tokenizer.batch_decode([ids for _, ids in located])
+        return [(document, text) for (document, _), text in zip(located, texts, strict=True)]
 
     def _going_on(self, texts: list[str]) -> tuple[InfiniCache, list[torch.Tensor]]:
         """The cache from which these texts with marks go on, and the ids of each behind it."""
