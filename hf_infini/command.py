@@ -19,7 +19,7 @@ from .cache.files import MemoryFileError
 from .models.loading import fingerprint, load_config
 from .options import context_limit
 from .tools import cache_folder
-from .tools.documents import read_documents
+from .tools.documents import files_in, read_document, read_documents
 from .tools.estimate import estimate as estimate_cache
 from .tools.estimate import weight_bytes
 from .tools.inspection import inspect_attention
@@ -69,7 +69,10 @@ Model = Annotated[
 ]
 Documents = Annotated[
     list[Path],
-    typer.Argument(help="Text, Markdown, HTML or PDF; several are read as one.", exists=True),
+    typer.Argument(
+        help="Text, Markdown, HTML or PDF, or folders of them; several are read as one.",
+        exists=True,
+    ),
 ]
 Adapter = Annotated[
     str | None, typer.Option(help="Fitted memory of the model: folder or name on the Hub.")
@@ -113,7 +116,15 @@ app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich
 @app.command()
 def ask(
     model: Model,
-    documents: Documents,
+    documents: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Text, Markdown, HTML or PDF, or folders of them. Several are read apart, and "
+            "only those that are new or have changed; with --memory, --no-archive, a memory of "
+            "what leaves the window, or only short ones, as one text.",
+            exists=True,
+        ),
+    ],
     question: Annotated[
         list[str] | None,
         typer.Option(
@@ -125,7 +136,10 @@ def ask(
     ] = None,
     memory: Annotated[
         Path | None,
-        typer.Option(help="Memory file. [default: by the content, see `cache`]", dir_okay=False),
+        typer.Option(
+            help="Memory file of all documents. [default: by the content of each, see `cache`]",
+            dir_okay=False,
+        ),
     ] = None,
     chat_template: Annotated[
         bool, typer.Option(help="The model's own template, or plain questions and answers.")
@@ -148,44 +162,47 @@ def ask(
     recalls passages: the next start reads nothing. With --no-archive, a plain model without an
     adapter gets a score of what to keep, which is fitted first, on text of the documents.
     """
+    documents = files_in(documents)
     if memory is not None:
         check_output("--memory", memory, *documents)
-    text = _text_of(documents)
-    ready = _load(model, adapter, kept_tokens, device, dtype, text, archive)
-    net, tokenizer, archive = ready
+    texts = _texts_of(documents)
+    apart = len(texts) > 1 and memory is None
+    whole = "\n\n".join(texts)
+    net, tokenizer, archive = _load(
+        model, adapter, kept_tokens, device, dtype, whole, archive, several=apart
+    )
     tokenizer.chat_template = tokenizer.chat_template if chat_template else None
     reader = Reader(net, tokenizer, archive=archive)
     roles = ("user", "assistant", "user")
     with while_("applying the chat template of", model, "--no-chat-template asks without it."):
         reader.rendered([{"role": role, "content": "?"} for role in roles])
-    template = str(tokenizer.chat_template)
-    parts = net.dtype, fingerprint(tokenizer), template, text, *(["archive"] if archive else [])
-    key = cache_folder.key_of(net, *parts)
-    file = memory or KEPT / "memories" / f"{key}.safetensors"
-    cache = _read(reader.read_document, text, file, mend=memory is None)
-    if memory is None:
-        names = [str(document) for document in documents]
-        cache_folder.note(file, model=model, adapter=adapter, documents=names)
-    tokens = cache.get_seq_length()
-    plain = estimate_cache(net.config, tokens).plain
+    if not (apart and archive and reader.reads_apart(texts)):
+        texts = {whole: ", ".join(texts.values())}
+    parts = net.dtype, fingerprint(tokenizer), str(tokenizer.chat_template)
+    of_archive = ["archive"] if archive else []
+    keys = cache_folder.keys_of(net, ((*parts, text, *of_archive) for text in texts))
+    files = [memory or KEPT / "memories" / f"{key}.safetensors" for key in keys]
+    known = sum(file.exists() for file in files)
+    reading = functools.partial(reader.read_documents, [*texts], files=files)
+    cache = _read(reading, *files, mend=memory is None)
+    for file, names in zip(files, texts.values(), strict=True) if memory is None else ():
+        cache_folder.note(file, model=model, adapter=adapter, documents=[names])
+    file = files[0] if len(files) == 1 else files[0].parent
+    _say_what_was_read(net.config, cache)
     say(
-        f"{tokens:,} tokens in a cache of {cache.nbytes() / 1e6:,.1f} MB, all keys and values: "
-        f"{plain / 1e6:,.1f} MB"
+        f"memory file: {file}"
+        if len(files) == 1
+        else f"{len(files)} memory files in {file}, {known} of them from before"
     )
-    say(f"memory file: {file}")
-    if archive:
-        size = archive_bytes(net.config, tokens) / 1e6
-        say(
-            f"beside it, {size:,.1f} MB of archive, from which questions recall passages "
-            "(--no-archive: none, and what the cache did not keep is gone)"
-        )
     drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     drawn |= {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty}
 
     def answer(messages: list[dict[str, str]]) -> str:
         said = reader.chat(messages, streamer=_streamer(tokenizer), **drawn)
-        for number, passage in enumerate(reader.sources[0][:SOURCES] if sources else (), 1):
-            say(f"  [{number}] {' '.join(passage.split())}")
+        names = [f"{name}: " if len(texts) > 1 else "" for name in texts.values()]
+        found = zip(reader.sources[0], reader.source_documents[0], strict=True) if sources else ()
+        for number, (passage, document) in enumerate([*found][:SOURCES], 1):
+            say(f"  [{number}] {names[document]}{' '.join(passage.split())}")
         return said
 
     for asked in question or ():
@@ -213,13 +230,12 @@ def read(
     dtype: Dtype = "auto",
 ) -> None:
     """Reads documents once, and writes a memory file for `continue`, and its archive."""
-    check_output("--out", out, *documents)
+    check_output("--out", out, *files_in(documents))
     text = _text_of(documents)
     ready = _load(model, adapter, kept_tokens, device, dtype, text, archive)
     net, tokenizer, archive = ready
     reader = Reader(net, tokenizer, archive=archive)
-    reading = functools.partial(reader.read, split_special_tokens=True)
-    cache = _read(reading, text, out)
+    cache = _read(functools.partial(reader.read, text, file=out, split_special_tokens=True), out)
     plain = estimate_cache(net.config, cache.get_seq_length()).plain
     say(
         f"{out}: {out.stat().st_size:,} bytes for {cache.get_seq_length():,} tokens; all keys "
@@ -488,31 +504,70 @@ def main() -> None:
 
 def _text_of(documents: list[Path]) -> str:
     with while_("reading", ", ".join(map(str, documents)), "Is it damaged, or of another kind?"):
-        return read_documents(documents)
+        return read_documents(files_in(documents))
 
 
-def _read(read, text: str, file: Path, mend: bool = False) -> InfiniCache:
-    """What `read` of a [`Reader`] gives; `mend`: whether a file that does not fit is replaced."""
-    partial = file.with_name(f"{file.name}.partial")
+def _texts_of(documents: list[Path]) -> dict[str, str]:
+    """The different texts of files, and the names of the files that have them."""
+    names: dict[str, list[str]] = {}
+    for document in documents:
+        with while_("reading", document, "Is it damaged, or of another kind?"):
+            names.setdefault(read_document(document), []).append(str(document))
+    return {text: ", ".join(each) for text, each in names.items()}
+
+
+def _read(read, *files: Path, mend: bool = False) -> InfiniCache:
+    """What `read` gives, of a [`Reader`], from memory files or into them; `mend`: whether those
+    that do not fit are replaced."""
+    partials = [file.with_name(f"{file.name}.partial") for file in files]
 
     def left() -> str:
-        if file.exists():
-            return f"{file} is kept"
-        if partial.exists():
-            return f"{partial} has what was read, or all but the last minute; run the same again"
+        done, begun = ([str(file) for file in part if file.exists()] for part in (files, partials))
+        if begun:
+            what = f"{begun[0]} has what was read, or all but the last minute; run the same again"
+            return (
+                f"of {len(files)} memory files {len(done)} are kept, and {what}" if done else what
+            )
+        if len(done) == 1 == len(files):
+            return f"{done[0]} is kept"
+        if done:
+            return f"of {len(files)} memory files {len(done)} are kept; run the same again"
         return "nothing was kept yet; the same command begins again"
 
     remedy = "Is there room, and may it be written? --memory, --out or HF_HOME name another place."
-    with while_("reading the text into", file, remedy, left):
-        try:
-            return read(text, file=file)
-        except MemoryFileError as error:
-            if not mend:
-                raise
-            say(f"reading again, for {error}")
-            for each in (file, partial, *archives_of(file)):
-                each.unlink(missing_ok=True)
-            return read(text, file=file)
+    name = files[0] if len(files) == 1 else files[0].parent
+    with while_("reading the text into", name, remedy, left):
+        for _ in files:  # each may be damaged
+            try:
+                return read()
+            except MemoryFileError as error:
+                if not mend:
+                    raise
+                say(f"reading again, for {error}")
+                damaged = [file for file in files if file.name in str(error)] or files
+                for file in damaged:
+                    partial = file.with_name(f"{file.name}.partial")
+                    for each in (file, partial, *archives_of(file)):
+                        each.unlink(missing_ok=True)
+        return read()
+
+
+def _say_what_was_read(config, cache: InfiniCache) -> None:
+    """The tokens that were read, and the bytes that they take."""
+    tokens, archive = cache.get_seq_length(), cache.archive
+    if archive is not None:
+        tokens = sum(row.tokens for row in archive.rows()[0].documents)
+    plain = estimate_cache(config, tokens).plain
+    say(
+        f"{tokens:,} tokens in a cache of {cache.nbytes() / 1e6:,.1f} MB, all keys and values: "
+        f"{plain / 1e6:,.1f} MB"
+    )
+    if archive is not None:
+        size = archive_bytes(config, tokens) / 1e6
+        say(
+            f"beside it, {size:,.1f} MB of archive, from which questions recall passages "
+            "(--no-archive: none, and what the cache did not keep is gone)"
+        )
 
 
 def _chat(answer, file: Path) -> None:

@@ -7,6 +7,8 @@ memory, or in a file of blocks one after the other ([`BlockFile`]), of which onl
 recalled are read.
 """
 
+import bisect
+import itertools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,14 +16,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ..ops.recall import BLOCK_TOKENS, block_relevance, have_left, recall_score, recalled_numbers
+from ..ops.recall import (
+    BLOCK_TOKENS,
+    block_relevance,
+    have_left,
+    in_blocks,
+    recall_score,
+    recalled_numbers,
+)
 from ..ops.state import InfiniState, Tokens
 from ..options import Window
 from .block_file import BlockFile, Stored
 
 # Tokens of calls after which they become blocks, which on an accelerator waits for it
 PENDING_TOKENS = 256
+# The numbers of tokens of other documents begin here, block after block; those of the row's own
+# document, which goes on, begin at 0
+FIRST_OF_OTHERS = 2**40
 
 
 class Part(NamedTuple):
@@ -50,6 +63,34 @@ class Row(NamedTuple):
     parts: tuple[Part, ...]  # of a block: of each layer keys, then values
     blocks: tuple[Block, ...]  # those that are complete
     tail: Tensor  # `[tokens, bytes]`, of the tokens behind them
+    others: tuple["Row", ...] = ()  # other documents, which are asked together with this one
+    number: int = 0  # of this document among all of them, as they were given
+
+    @property
+    def documents(self) -> tuple["Row", ...]:
+        """All that are asked, this one last."""
+        return *self.others, self
+
+    @property
+    def begins(self) -> list[int]:
+        """The number of the first token of each of the documents in all of them, each of which
+        begins with a block; and behind them where the next would."""
+        sizes = (-(-each.tokens // BLOCK_TOKENS) * BLOCK_TOKENS for each in self.documents)
+        return [*itertools.accumulate(sizes, initial=0)]
+
+    def numbered(self, numbers: Tensor) -> Tensor:
+        """Numbers in all of the documents as a state has them, [`FIRST_OF_OTHERS`]."""
+        own = self.begins[-2]
+        return torch.where(numbers < own, numbers + FIRST_OF_OTHERS, numbers - own)
+
+    def located(self, block: Tensor) -> tuple[int, Tensor]:
+        """The number of the document that has the tokens with these numbers, all of one block, as
+        a state has them; and their ids."""
+        if block[0] < FIRST_OF_OTHERS:
+            return self.number, self.ids[block]
+        block = block - FIRST_OF_OTHERS
+        place = bisect.bisect(self.begins, int(block[0])) - 1
+        return self.others[place].number, self.others[place].ids[block - self.begins[place]]
 
     @property
     def tokens(self) -> int:
@@ -68,7 +109,7 @@ class Row(NamedTuple):
         ids, eligible = (
             torch.cat(pair) for pair in ((self.ids, new.ids), (self.eligible, new.eligible))
         )
-        return Row(ids, eligible, self.parts, blocks, tail)
+        return Row(ids, eligible, self.parts, blocks, tail, self.others, self.number)
 
     def last(self, tokens: int) -> "Row":
         """The row of so many last tokens, all of which are in the tail."""
@@ -90,7 +131,14 @@ class Row(NamedTuple):
         return [*held.values()]
 
     def found(self, numbers: Tensor) -> Tensor:
-        """The bytes of the tokens with these numbers, `[tokens, bytes]`."""
+        """The bytes of the tokens with these numbers in all of the documents, ascending, `[tokens,
+        bytes]`."""
+        if self.others:
+            bounds = torch.searchsorted(numbers, torch.tensor(self.begins)).diff().tolist()
+            each = zip(self.documents, numbers.split(bounds), self.begins, strict=False)
+            return torch.cat(
+                [row._replace(others=()).found(own - begin) for row, own, begin in each if len(own)]
+            )
         blocks, places = (numbers // BLOCK_TOKENS).unique(return_inverse=True)
         whole = self.bytes_of(number for number in blocks.tolist() if number < len(self.blocks))
         rows = [block.view(BLOCK_TOKENS, -1) for block in whole]
@@ -242,24 +290,40 @@ class Archive:
 
     def nbytes(self) -> int:
         """Bytes in host memory, each block once."""
-        held = {id(part): part for row in self.rows() for part in (*row[:2], *row.blocks, row.tail)}
+        every = (each for row in self.rows() for each in row.documents)
+        held = {id(part): part for row in every for part in (*row[:2], *row.blocks, row.tail)}
         return sum(part.nbytes for part in held.values() if isinstance(part, Tensor))
 
 
+class Choice(NamedTuple):
+    """What takes the kept places of a window."""
+
+    numbers: Tensor  # `[tokens]`, ascending, in all of the documents
+    ranks: Tensor  # `[tokens]`, of their blocks, [`recalled_numbers`]
+    left: int  # of how many tokens that have left the window
+
+
 class Recalled(NamedTuple):
-    """What a question recalls of a row's document."""
+    """What a question recalls of a row's documents."""
 
     row: Row
-    relevance: Tensor  # of its blocks, [`block_relevance`]
+    relevance: Tensor  # of their blocks, [`block_relevance`]
 
-    def numbers(self, window: Window) -> tuple[Tensor, Tensor] | None:
-        """The numbers of the tokens that fill the places of a window, and the ranks of their
-        blocks, [`recalled_numbers`]; `None`: all that have left it are kept."""
+    def choice(self, window: Window) -> Choice | None:
+        """The tokens that fill the places of a window, among those that have left it: of other
+        documents all but sinks, which the row's own has. `None`: it keeps them all anyway."""
         first, end = have_left(self.row.tokens, window)
-        eligible, places = self.row.eligible, window.kept_tokens
-        if int(eligible[first:end].sum()) <= places:
+        found = []
+        for each in self.row.documents:
+            eligible = each.eligible.clone()
+            eligible[:first] = False
+            eligible[end if each is self.row else each.tokens :] = False
+            found.append(in_blocks(eligible, False).flatten())
+        eligible, places = torch.cat(found), window.kept_tokens
+        left = int(eligible.sum())
+        if left <= places and not self.row.others:
             return None
-        return recalled_numbers(self.relevance, eligible, first, end, places)
+        return Choice(*recalled_numbers(self.relevance, eligible, 0, len(eligible), places), left)
 
 
 def recalled(
@@ -279,40 +343,44 @@ def recalled(
         displaced: as of [`recall_score`].
     """
     terms = None if terms is None else terms.cpu()
-    asked = [
-        Recalled(row, block_relevance(_terms_of(row.ids, terms), _terms_of(ids, terms)))
-        for row, ids in zip(rows, questions_of(question, len(rows)), strict=True)
-    ]
-    distinct = {window: [each.numbers(window) for each in asked] for window in {*windows.values()}}
-    # of each row the most tokens that a layer recalls, which has what the others do
-    widest: list[Any] = [
-        max((numbers for numbers, _ in filter(None, choices)), key=len, default=None)
-        for choices in zip(*distinct.values(), strict=True)
-    ]
-    found: list[Any] = [
-        None if numbers is None else each.row.found(numbers)
-        for each, numbers in zip(asked, widest, strict=True)
-    ]
+    asked = []
+    for row, ids in zip(rows, questions_of(question, len(rows)), strict=True):
+        of_documents = [_terms_of(each.ids, terms) for each in row.documents]
+        asked.append(Recalled(row, block_relevance(of_documents, _terms_of(ids, terms))))
+    sizes = sorted({*windows.values()}, key=lambda window: -window.kept_tokens)
+    chosen = {window: [each.choice(window) for each in asked] for window in sizes}
+    # of the first window that does not keep all; the smaller ones have a part of it
+    found: list[Any] = []
+    for row, *choices in zip(rows, *chosen.values(), strict=True):
+        first = next((choice.numbers for choice in choices if choice is not None), None)
+        found.append(None if first is None else (first, row.found(first)))
     made = {}
     for layer, window in windows.items():
         state = states[layer]
-        own, of_rows = Tokens.kept_in(state, window), []
-        for number, (each, chosen) in enumerate(zip(asked, distinct[window], strict=True)):
-            if chosen is None:
+        own, of_rows, left = Tokens.kept_in(state, window), [], state.tokens_left().clone()
+        for number, (row, choice) in enumerate(zip(rows, chosen[window], strict=True)):
+            if choice is None:
                 parts = own.key, own.value, own.score, own.position
                 of_rows.append([part[number] for part in parts])
                 continue
-            places = torch.searchsorted(widest[number], chosen[0])
-            key, value = each.row.states(layer, found[number], places)
-            score = recall_score(chosen[1], displaced).to(own.score.dtype)
-            pairs = (score, own.score), (chosen[0], own.position)
-            alike = [part.view(1, -1, 1).expand(own_part.shape[1:]) for part, own_part in pairs]
-            of_rows.append([part.to(own.key.device) for part in (key, value, *alike)])
+            (numbers, bytes_), left[number] = found[number], choice.left
+            states_ = row.states(layer, bytes_, torch.searchsorted(numbers, choice.numbers))
+            score = recall_score(choice.ranks, displaced).to(own.score.dtype)
+            pairs = (score, own.score), (row.numbered(choice.numbers), own.position)
+            alike = [
+                part.view(1, -1, 1).expand(len(whole[0]), -1, whole.shape[3])
+                for part, whole in pairs
+            ]
+            empty = window.kept_tokens - len(score)
+            fillers = zip((*states_, *alike), (0, 0, 0, -1), strict=True)
+            of_rows.append(
+                [F.pad(part, (0, 0, empty, 0), value=n).to(own.key.device) for part, n in fillers]
+            )
         key, value, score, position = (torch.stack(parts) for parts in zip(*of_rows, strict=True))
         # what a memory never takes in again needs no weight
         weight = None if own.log_weight is None else torch.zeros_like(own.log_weight)
         kept = Tokens(key, value, weight, score, position)
-        made[layer] = kept.instead(state, window)
+        made[layer] = kept.instead(state, window, left)
     return made
 
 

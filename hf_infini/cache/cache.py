@@ -207,6 +207,11 @@ class InfiniCache(Cache):
         where there is no such row."""
         self._choose_rows(indices)
 
+    @property
+    def update_rule(self) -> str:
+        """Of the model."""
+        return self._config.update_rule
+
     def _choose_rows(self, indices: Tensor) -> None:
         """Keeps these rows; ValueError unless they are numbers of rows, `[rows]`, or bool for
         each."""
@@ -249,7 +254,7 @@ class InfiniCache(Cache):
         cache = copy.copy(self)
         windows = {layer: window for layer, window in self.windows.items() if window.kept_tokens}
         states = {layer: cache.layers[layer].state for layer in windows}
-        displaced = not RULES[self._config.update_rule].holds
+        displaced = not RULES[self.update_rule].holds
         rows = self.archive.rows_of(self.state.tokens_seen)
         made = recalled(rows, question, terms, states, windows, displaced)
         for layer, state in made.items():
@@ -258,7 +263,8 @@ class InfiniCache(Cache):
 
     def passages(self, row: int = 0) -> list[Tensor]:
         """What a row keeps in the layer with the most places, by blocks of 64 tokens: their
-        numbers, `[tokens]` each; after a recall, the most relevant block first."""
+        numbers, `[tokens]` each; after a recall, the most relevant block first. `located` of the
+        archive's row says which document of several ([`joined`]) has one, and its ids."""
         layer = max(self.windows, key=lambda layer: self.windows[layer].kept_tokens)
         window, state = self.windows[layer], self.layers[layer].state
         if state is None or not window.kept_tokens:
@@ -356,6 +362,17 @@ class InfiniCache(Cache):
                 f"this one read the text, with a new {type(self).__name__}(model.config)."
             )
         self._model, self._config, self._sample = weakref.ref(model), config, sample
+
+    def check_same_model(self, other: "InfiniCache") -> None:
+        """ValueError unless another cache was filled by the same model, as far as both show."""
+        for known in filter(None, (other._model(), self._model())):
+            self.check_model(known)
+            other.check_model(known)
+        if _facts(self._config) != _facts(other._config):
+            raise ValueError(
+                "these caches are of models with other layers, windows or options: have one model "
+                "read all of the documents."
+            )
 
     def exchange(self) -> Any:
         """What gives the layers of one call what other processes have read (context parallelism);
@@ -506,6 +523,11 @@ class InfiniCache(Cache):
                 f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows."
             )
         self.check_finished()
+        if self.archive is not None and any(row.others for row in self.archive.rows()):
+            raise ValueError(
+                "this cache asks several documents together, each of which has its own file: save "
+                "the caches that were joined."
+            )
         if isinstance(model, dict):
             check_description(described := model)
         else:
@@ -541,7 +563,12 @@ class InfiniCache(Cache):
     @classmethod
     @check_types
     def from_pretrained(
-        cls, path: str | os.PathLike, model: nn.Module, *, text_sha256: Sequence[str] | None = None
+        cls,
+        path: str | os.PathLike,
+        model: nn.Module,
+        *,
+        text_sha256: Sequence[str] | None = None,
+        description: dict | None = None,
     ) -> "InfiniCache":
         """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices. Hashes
         the model's weights to compare them with those that wrote the memory.
@@ -552,6 +579,8 @@ class InfiniCache(Cache):
                 wrote it.
             text_sha256: for each row, that of the text that it must have read; `None`:
                 any.
+            description: what [`describe_model`] said of the model, for many files of one, whose
+                weights are then hashed once; `None`: it is asked.
 
         Raises:
             MemoryFileError: the file is damaged, no memory file, or of another model or
@@ -560,7 +589,7 @@ class InfiniCache(Cache):
         """
         config: Any = getattr(model, "config", None)
         cache, (record, tensors) = cls(config), read_memory_file(path)
-        check_model(path, record, model)
+        check_model(path, record, model, description)
         check_tensors(path, tensors, config, len(record["tokens_seen"]))
         if text_sha256 is not None and record["text_sha256"] != list(text_sha256):
             raise MemoryFileError(

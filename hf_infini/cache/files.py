@@ -195,9 +195,10 @@ def kept_and_archived(path: Place) -> tuple[int, bool]:
     return int(config.get("kept_tokens", 0)), "archive" in record
 
 
-def check_model(path: Place, record: dict, model: nn.Module) -> None:
+def check_model(path: Place, record: dict, model: nn.Module, described: dict | None = None) -> None:
     """MemoryFileError, naming what differs, unless the `record` of the file `path` is of this
-    model; options unknown to it had their defaults."""
+    model; options unknown to it had their defaults. `described`: what [`describe_model`] says of
+    the model, where it is known."""
     config: Any = model.config
     defaults = {field.name: field.default for field in fields(config)}
     written, given = (

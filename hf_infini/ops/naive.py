@@ -368,9 +368,11 @@ class _Head:
         }
 
 
-def naive_relevance(terms: list[int], question: list[int]) -> list[float]:
+def naive_relevance(terms: list, question: list[int]) -> list[float]:
     """[`block_relevance`] of lists, term by term. `terms`, `question`: as there."""
-    blocks = [terms[at : at + BLOCK_TOKENS] for at in range(0, len(terms), BLOCK_TOKENS)]
+    documents = [terms] if not terms or isinstance(terms[0], int) else terms
+    places = [(n, at) for n, own in enumerate(documents) for at in range(0, len(own), BLOCK_TOKENS)]
+    blocks = [documents[number][at : at + BLOCK_TOKENS] for number, at in places]
     blocks = [[term for term in block if term >= 0] for block in blocks]
     mean = max(sum(map(len, blocks)) / max(len(blocks), 1), 1)
 
@@ -383,9 +385,9 @@ def naive_relevance(terms: list[int], question: list[int]) -> list[float]:
             found += rarity * often * (K1 + 1) / (often + K1 * length)
         return found
 
-    own = {number: bm25(block) ** 2 for number, block in enumerate(blocks)}
-    near = range(-REACH, REACH + 1)
-    return [sum((1 - abs(d) / (REACH + 1)) * own.get(b + d, 0) for d in near) for b in own]
+    own = {place: bm25(block) ** 2 for place, block in zip(places, blocks, strict=True)}
+    near = [(BLOCK_TOKENS * d, 1 - abs(d) / (REACH + 1)) for d in range(-REACH, REACH + 1)]
+    return [sum(share * own.get((n, at + far), 0) for far, share in near) for n, at in own]
 
 
 def naive_recalled(

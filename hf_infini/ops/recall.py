@@ -13,12 +13,18 @@ block say more than as many in several:
 
     relevance(b) = Σ over |d| ≤ REACH of (1 − |d| / (REACH + 1)) · bm25(b + d)²
 
+Of several documents each has its own blocks, which count together; relevance is not spread from one
+document to the next, which is about something else.
+
 The most relevant blocks fill the places of kept tokens; of equal ones the earlier. Where fewer have
 any relevance, the latest tokens fill the rest.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..options import Window
 
@@ -27,20 +33,19 @@ REACH = 3  # blocks before and after
 K1, C = 1.5, 0.75
 
 
-def block_relevance(terms: Tensor, question: Tensor) -> Tensor:
-    """The relevance of each block of a document, `[blocks]`, float64.
+def block_relevance(terms: Tensor | Sequence[Tensor], question: Tensor) -> Tensor:
+    """The relevance of each block of a document, or of several, one after the other, `[blocks]`,
+    float64.
 
     Args:
-        terms: of the document's tokens, `[tokens]`, int64; −1: none.
+        terms: of the document's tokens, `[tokens]`, int64; −1: none; or of each document's.
         question: of the question's, `[tokens]`, int64; −1: none.
     """
-    blocks = -(-len(terms) // BLOCK_TOKENS)
-    padded = torch.nn.functional.pad(terms, (0, blocks * BLOCK_TOKENS - len(terms)), value=-1)
-    grid = padded.view(blocks, BLOCK_TOKENS)
-    lengths = (grid >= 0).sum(1).double()
+    documents = [terms] if isinstance(terms, Tensor) else terms
+    grid = torch.cat([in_blocks(each, -1) for each in documents])
+    blocks, lengths = len(grid), (grid >= 0).sum(1).double()
     norms = K1 * (1 - C + C * lengths / lengths.mean().clamp(min=1))
-    found = torch.zeros(blocks + 2 * REACH, dtype=torch.float64)
-    bm25 = found[REACH : REACH + blocks]
+    bm25 = torch.zeros(blocks, dtype=torch.float64)
     wanted, times = question[question >= 0].unique(return_counts=True)
     for term, count in zip(wanted.tolist(), times.tolist(), strict=True):
         frequency = (grid == term).sum(1).double()
@@ -48,7 +53,17 @@ def block_relevance(terms: Tensor, question: Tensor) -> Tensor:
         rarity = torch.tensor(1 + (blocks - having + 0.5) / (having + 0.5), dtype=torch.float64)
         bm25 += count * rarity.log() * frequency * (K1 + 1) / (frequency + norms)
     weights = 1 - torch.arange(-REACH, REACH + 1, dtype=torch.float64).abs() / (REACH + 1)
-    return found.square().unfold(0, 2 * REACH + 1, 1) @ weights
+    own = bm25.square().split([-(-len(each) // BLOCK_TOKENS) for each in documents])
+    near = (F.pad(each, (REACH, REACH)).unfold(0, 2 * REACH + 1, 1) for each in own)
+    return torch.cat([each @ weights for each in near])
+
+
+def in_blocks(of_tokens: Tensor, filler: int) -> Tensor:
+    """What each token of a document has, `of_tokens` `[tokens]`, as `[blocks, BLOCK_TOKENS]`, the
+    last one filled up with `filler`."""
+    return F.pad(of_tokens, (0, -len(of_tokens) % BLOCK_TOKENS), value=filler).view(
+        -1, BLOCK_TOKENS
+    )
 
 
 def recalled_numbers(

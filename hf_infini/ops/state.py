@@ -58,10 +58,14 @@ class Tokens(NamedTuple):
         kept_position = self.position[..., 0].contiguous()
         return state.map_windows(put, self).having(kept_position=kept_position)
 
-    def instead(self, state: "InfiniState", window: Window) -> "InfiniState":
-        """The state that keeps these tokens of its document, wherever they have been, in place of
-        its own: [`into`]."""
-        left, filled = state.tokens_left(), (self.position[:, 0, :, 0] >= 0).sum(1)
+    def instead(
+        self, state: "InfiniState", window: Window, left: Tensor | None = None
+    ) -> "InfiniState":
+        """The state that keeps these tokens, wherever they have been, in place of its own:
+        [`into`]. `left`: `[batch]`, of how many that have left the window; `None`: of the state's
+        own."""
+        left = state.tokens_left() if left is None else left
+        filled = (self.position[:, 0, :, 0] >= 0).sum(1)
         return self.into(state, window).having(memory_tokens=left - filled)
 
     def map(self, function: Callable[..., Tensor], *others: "Tokens") -> "Tokens":

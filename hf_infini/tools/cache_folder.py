@@ -33,8 +33,14 @@ class Kept(NamedTuple):
 
 
 def key_of(model: torch.nn.Module, *parts: object) -> str:
-    """A name for what belongs to this model, wherever it was loaded from, and to these parts. Of
-    each tensor some numbers count, in bfloat16: files say by all of them which model is theirs."""
+    """A name for what belongs to this `model`, wherever it was loaded from, and to these `parts`.
+    Of each tensor some numbers count, in bfloat16: files say by all of them which model is
+    theirs."""
+    return keys_of(model, [parts])[0]
+
+
+def keys_of(model: torch.nn.Module, each: Iterable[Iterable[object]]) -> list[str]:
+    """[`key_of`] of a `model` and `each` of these parts."""
     config: Any = model.config
     entries = {
         name: value
@@ -47,8 +53,12 @@ def key_of(model: torch.nn.Module, *parts: object) -> str:
         some = tensor.detach().flatten()[::step].to("cpu", torch.bfloat16).contiguous()
         digest.update(f"\0{name} {list(tensor.shape)}".encode())
         digest.update(some.view(torch.uint8).numpy())
-    digest.update("\0".join(["", *map(str, parts)]).encode())
-    return digest.hexdigest()[:32]
+    keys = []
+    for parts in each:
+        own = digest.copy()
+        own.update("\0".join(["", *map(str, parts)]).encode())
+        keys.append(own.hexdigest()[:32])
+    return keys
 
 
 def note(path: Path, **about) -> None:

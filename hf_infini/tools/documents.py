@@ -12,6 +12,8 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 ENDS_A_LINE = "title p br div li tr dt dd pre blockquote h1 h2 h3 h4 h5 h6".split()
+HTML = (".html", ".htm", ".xhtml")
+KINDS = (".txt", ".text", ".md", ".markdown", ".rst", *HTML, ".pdf")  # that a folder's files have
 NOT_SHOWN = "script style template noscript noframes iframe".split()  # by today's browsers
 # What other files begin with, what they are, and how to get a file to read from one
 OFFICE = "soffice --headless --convert-to txt:Text FILE"
@@ -68,7 +70,7 @@ def read_document(path: str | Path) -> str:
                 raise ValueError(
                     f"{path} is {what}: give text, Markdown, HTML or PDF. To convert it: {command}."
                 )
-        if kind in (".html", ".htm", ".xhtml"):
+        if kind in HTML:
             text = _html_text(content, path)
             hint = "A page of scripts or frames: print it to a PDF from the browser."
         else:
@@ -83,6 +85,30 @@ def read_document(path: str | Path) -> str:
             f"characters or stand for none. {mend}"
         )
     return text
+
+
+def files_in(paths: Iterable[str | Path]) -> list[Path]:
+    """The files at these `paths`; of a folder all that have the name of a document ([`KINDS`]), at
+    any depth, in the order of their names, but hidden ones. ValueError for a folder without any."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            found.append(path)
+            continue
+        own = [
+            file
+            for file in sorted(path.rglob("*"))
+            if file.suffix.lower() in KINDS
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+            and file.is_file()
+        ]
+        if not own:
+            raise ValueError(
+                f"{path} has no documents: of a folder, {', '.join(KINDS)} files are read. Give "
+                "others by their names."
+            )
+        found += own
+    return found
 
 
 def read_documents(paths: Iterable[str | Path]) -> str:

@@ -12,7 +12,7 @@ import time
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from transformers import PreTrainedTokenizerBase
 from ..cache.archive_files import archive_bytes
 from ..cache.cache import InfiniCache, text_after
 from ..cache.files import MemoryFileError, describe_model
+from ..cache.joined import joined
 from ..compat.cache_name import CACHE, cache_of
 from ..models.loading import fingerprint
 from ..models.structure import decoder_of
 from ..ops.checks import Model, check_types
+from ..ops.rules import RULES
 from ..options import check_number
 
 SAVE_SECONDS = 60  # between two files of what has been read so far
@@ -83,9 +85,11 @@ class Reader:
         cache = InfiniCache(net.config, archive=archive) if cache is None else cache
         self.model, self.archive = net, cache.archive is not None
         self.tokenizer, self.chunk, self.document = tokenizer, chunk, ""
-        self._document = ""  # with marks
-        # what the last answers recalled: of each the passages, the most relevant first
+        self._documents: list[str] = []  # with marks
+        # what the last answers recalled: of each the passages, the most relevant first; and from
+        # which of several documents each is, by its number from 0
         self.sources: list[list[str]] = []
+        self.source_documents: list[list[int]] = []
         # Texts that were read; in these, [`MARK`] is around plain text that spells special tokens
         self.texts: dict[str, InfiniCache] = {"": cache}
         # texts up to the end of an answer; and the document after other beginnings
@@ -133,8 +137,15 @@ class Reader:
             key = begun + (self._plain(rest) if split_special_tokens else rest)
         return self._read(key, file, progress)
 
-    def _read(self, text: str, file: str | os.PathLike | None, progress: bool) -> InfiniCache:
-        """[`Reader.read`] of a text with marks."""
+    def _read(
+        self,
+        text: str,
+        file: str | os.PathLike | None,
+        progress: bool,
+        described: dict[str, Any] | None = None,
+    ) -> InfiniCache:
+        """[`Reader.read`] of a text with marks; `described`: what [`describe_model`] says of the
+        model, if it is known."""
         if file is not None and not Path(file).name:
             raise ValueError(
                 f"file must name a memory file, such as text.safetensors; got {file!r}."
@@ -147,22 +158,29 @@ class Reader:
             cache = self._read_on(copy.copy(before), ids, progress)
         else:
             sha256 = hashlib.sha256(_bare(text).encode()).hexdigest()
-            cache = self._through_file(Path(file), before, ids, sha256, progress)
+            described = described or describe_model(self.model)
+            cache = self._through_file(Path(file), before, ids, sha256, progress, described)
         self.texts[text] = cache
         return cache
 
     def _through_file(
-        self, file: Path, before: InfiniCache, ids: torch.Tensor, sha256: str, progress: bool
+        self,
+        file: Path,
+        before: InfiniCache,
+        ids: torch.Tensor,
+        sha256: str,
+        progress: bool,
+        described: dict[str, Any],
     ) -> InfiniCache:
         """The cache after these ids, `[tokens]`, from a memory file, or from the model, which then
-        writes it; `sha256`: of the text."""
+        writes it; `sha256`: of the text; `described`: the model."""
         if not file.exists():
             # now, if it cannot be made, and not after hours
             file.parent.mkdir(parents=True, exist_ok=True)
             with _only_reader(file):
                 if not file.exists():
-                    return self._read_into(file, before, ids, sha256, progress)
-        cache = self._load(file, before, ids, sha256)
+                    return self._read_into(file, before, ids, sha256, progress, described)
+        cache = self._load(file, before, ids, sha256, described)
         if cache.get_seq_length() != before.get_seq_length() + len(ids):
             raise MemoryFileError(f"{file} holds a part of the text: delete it.")
         if _lock_of(file).exists():  # of a reader that was killed when it had written the file
@@ -171,16 +189,22 @@ class Reader:
         return cache
 
     def _read_into(
-        self, file: Path, before: InfiniCache, ids: torch.Tensor, sha256: str, progress: bool
+        self,
+        file: Path,
+        before: InfiniCache,
+        ids: torch.Tensor,
+        sha256: str,
+        progress: bool,
+        described: dict[str, Any],
     ) -> InfiniCache:
         """The cache after these ids, which the model reads, and the file, which is then written."""
-        partial, description = _partial_of(file), describe_model(self.model)
+        partial = _partial_of(file)
         if partial.is_dir():
             raise OSError(f"{partial} is a folder, and what is read so far goes there: remove it.")
         cache, done = copy.copy(before), 0
         try:
             if partial.exists():
-                cache = self._load(partial, before, ids, sha256)
+                cache = self._load(partial, before, ids, sha256, described)
                 done = cache.get_seq_length() - before.get_seq_length()
         except (MemoryFileError, OSError) as error:
             warnings.warn(f"reading from the start, for {error}", stacklevel=2)
@@ -192,7 +216,7 @@ class Reader:
             if cache.text:
                 of_text = cache.text["text_end"]
                 cache.text["tokenizer"] = self._tokenizer_sha256().to(of_text.device)
-            cache.save_pretrained(partial, description, text_sha256=[sha256])
+            cache.save_pretrained(partial, described, text_sha256=[sha256])
 
         self._read_on(cache, ids, progress, done, save)
         save()
@@ -201,9 +225,18 @@ class Reader:
             cache.archive = cache.archive.at(None)  # what comes next is not of this file
         return cache
 
-    def _load(self, file: Path, before: InfiniCache, ids: torch.Tensor, sha256: str) -> InfiniCache:
+    def _load(
+        self,
+        file: Path,
+        before: InfiniCache,
+        ids: torch.Tensor,
+        sha256: str,
+        described: dict[str, Any],
+    ) -> InfiniCache:
         """A memory file of a text that goes on from `before` with these ids, all or the first."""
-        cache = InfiniCache.from_pretrained(file, self.model, text_sha256=[sha256])
+        cache = InfiniCache.from_pretrained(
+            file, self.model, text_sha256=[sha256], description=described
+        )
         if self.archive and cache.archive is None:
             raise MemoryFileError(
                 f"{file} has no archive, from which questions could recall anything: delete it, or "
@@ -246,12 +279,86 @@ class Reader:
             before: the messages that the chats begin with, such as a system message. Where others
                 come first in a chat, the document is read once more for them.
         """
+        return self.read_documents([text], files=[file], progress=progress, before=before)
+
+    @check_types
+    def read_documents(
+        self,
+        texts: Sequence[str],
+        *,
+        files: Sequence[str | os.PathLike | None] | None = None,
+        progress: bool = True,
+        before: Sequence[dict[str, str]] = (),
+    ) -> InfiniCache:
+        """Reads documents, each by itself, that all following chats are about: each question
+        recalls from all of them. The model sees the end of the last one, too. One document is read
+        as by `read_document`.
+
+        Args:
+            texts: of the documents.
+            files: of each its memory file, or `None`; a document whose file is there is not read
+                again, whatever the others are.
+            progress, before: as of `read_document`.
+
+        Returns:
+            The reader's own cache, [`joined`]. Errors as of `read_document`; ValueError where there
+            are several texts, but no archive, or not [`reads_apart`].
+        """
+        files = [None] * len(texts) if files is None else list(files)
+        if isinstance(texts, str) or not texts or len(files) != len(texts):
+            raise ValueError(
+                "give the texts of one or more documents, and a file for each or none; got "
+                f"{len(texts)} texts and {len(files)} files."
+            )
         head, _ = self._rendered_parts([*before, {"role": "user", "content": ""}], True)
-        marked = self._plain(text)
+        marked = [self._plain(text) for text in texts]
         self._read(head, None, progress=False)
-        cache = self._read(head + marked, file, progress)
-        self.document, self._document = text, marked
+        cache = self._read_after(head, marked, files, progress)
+        self.document, self._documents = "\n\n".join(texts), marked
+        self.texts[head + self._document] = cache
         return cache
+
+    def reads_apart(self, texts: Iterable[str]) -> bool:
+        """Whether documents of these `texts` can be read apart: the model has no memory of what
+        leaves its window, and one text at least fills that."""
+        config = self.model.config
+        span = max(window.span for window in config.windows.values())
+        return not RULES[config.update_rule].holds and any(
+            len(self._encode(self._plain(text))) >= span for text in texts
+        )
+
+    @property
+    def _document(self) -> str:
+        """The documents as a chat has them, with marks."""
+        return "\n\n".join(self._documents)
+
+    def _read_after(
+        self,
+        head: str,
+        documents: list[str],
+        files: Sequence[str | os.PathLike | None],
+        progress: bool,
+    ) -> InfiniCache:
+        """The cache of documents with marks, each of which was read after a chat's `head`."""
+        if len(documents) > 1 and not self.archive:
+            raise ValueError(
+                "documents that are read apart are recalled from an archive: give the reader "
+                'archive=True, or have it read them as one text, "\\n\\n".join(texts).'
+            )
+
+        several = sum(file is not None for file in files) > 1
+        described = describe_model(self.model) if several else None
+
+        def each() -> Iterator[InfiniCache]:
+            for document, file in zip(documents, files, strict=True):
+                known = head + document in self.texts
+                cache = self._read(head + document, file, progress, described)
+                if not known:  # as many states as documents would not be of constant size
+                    del self.texts[head + document]
+                yield cache
+
+        caches = each()
+        return joined(caches) if len(documents) > 1 else next(caches)
 
     @check_types
     def generate(self, texts: str | Sequence[str], **options) -> list[str]:
@@ -290,7 +397,9 @@ class Reader:
         if cache.archive is not None:
             asked = ids if question is None else [self._encode(self._plain(question))]
             cache = cache.recall(asked, terms=self.terms)
-            self.sources = [self._passages(cache, row) for row in range(len(texts))]
+            found = [self._passages(cache, row) for row in range(len(texts))]
+            self.source_documents = [[document for document, _ in each] for each in found]
+            self.sources = [[passage for _, passage in each] for each in found]
         inputs = pad_sequence(ids, True, pad, "left").to(self.model.device)
         real = pad_sequence([torch.ones_like(row) for row in ids], True, 0, "left").to(
             self.model.device
@@ -321,11 +430,13 @@ class Reader:
         """[`term_numbers`] of the tokenizer."""
         return term_numbers(self.tokenizer)
 
-    def _passages(self, cache: InfiniCache, row: int) -> list[str]:
-        """The passages that a row of a cache keeps, the most relevant first."""
+    def _passages(self, cache: InfiniCache, row: int) -> list[tuple[int, str]]:
+        """The passages that a row of a cache keeps, the most relevant first, and of which document
+        each is."""
         archive: Any = cache.archive
-        ids = archive.rows()[row].ids
-        return self.tokenizer.batch_decode([ids[numbers] for numbers in cache.passages(row)])
+        located = [archive.rows()[row].located(block) for block in cache.passages(row)]
+        texts = self.tokenizer.batch_decode([ids for _, ids in located])
+        return [(document, text) for (document, _), text in zip(located, texts, strict=True)]
 
     def _going_on(self, texts: list[str]) -> tuple[InfiniCache, list[torch.Tensor]]:
         """The cache from which these texts with marks go on, and the ids of each behind it."""
@@ -350,8 +461,8 @@ class Reader:
         begun = head + self._document if self.document else head
         # a template that begins otherwise, such as with a system message
         if self.document and len(self._longest([begun + rest])[0][0]) < len(begun):
-            known, before = self._longest([begun])[0]
-            cache = self._read_on(copy.copy(before), self._encode(begun[len(known) :]), True)
+            none = [None] * len(self._documents)
+            cache = self._read_after(head, self._documents, none, True)
             self.documents.append((begun, cache))
         if not self.tokenizer.chat_template:  # a model of plain text would go on with questions
             options = {"stop_strings": ["\n"], "tokenizer": self.tokenizer} | options

@@ -40,6 +40,7 @@ def load_ready(
     text: str | None = None,
     archive: bool | None = False,
     memory: Path | None = None,
+    several: bool = False,
 ):
     """A model with a memory and its tokenizer.
 
@@ -51,6 +52,8 @@ def load_ready(
         archive: whether what is read is archived: then a plain model needs no score. `None`: where
             the model has places that a question may fill.
         memory: a memory file that is read instead of a text, and says the same.
+        several: whether documents are read apart where what is read is archived: with as many
+            places whatever their lengths, so that one more changes nothing for the others.
 
     Returns:
         Model, tokenizer, and whether what is read is archived.
@@ -66,7 +69,9 @@ def load_ready(
             kept_tokens = kept_tokens or (of_file if archive and adapter is None else None)
     archive = archive is not False
     if archive and adapter is None:
-        needed = KEPT_TOKENS if text is None else len(tokenizer(text, verbose=False)["input_ids"])
+        needed = KEPT_TOKENS
+        if text is not None and not several:
+            needed = len(tokenizer(text, verbose=False)["input_ids"])
         net = recalling(net, kept_tokens or needed, kept_tokens is None)
         return net, tokenizer, archive
     fitted = scores / cache_folder.key_of(net, "shares")  # of the model, and of how it is fitted
