@@ -135,10 +135,10 @@ def test_one_document_is_recalled_as_by_itself():
 
 
 def test_the_order_does_not_change_what_is_found():
-    model, documents = patched(kept_tokens=256), several((400, 500, 300))
+    model, documents = patched(kept_tokens=512), several((400, 500, 300))
     documents[0][100:103], documents[1][200:203] = 95, 96
     caches = [read(model, ids) for ids in documents]
-    question = torch.tensor([95, 96, 96, 3])
+    question = torch.tensor([95, 95, 96, 96, 3])
     found = []
     for order in itertools.permutations(range(3)):
         cache = joined(caches[number] for number in order).recall(question)
