@@ -57,7 +57,12 @@ def _words(given):
     return given
 
 
-def _temperature(given: float) -> float:
+def _drawn(temperature: float) -> dict[str, Any]:
+    """How `generate` draws tokens at a temperature."""
+    return {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+
+
+def _temperature(given: float | None) -> float | None:
     if given and not COLDEST <= given <= HOTTEST:
         raise typer.BadParameter(f"{given} is neither 0 nor from {COLDEST} to {HOTTEST:g}.")
     return given
@@ -100,8 +105,12 @@ Temperature = Annotated[
     ),
 ]
 Penalty = Annotated[
-    float,
-    typer.Option(min=0.1, max=10, help="Above 1: tokens that were there become less likely."),
+    float | None,
+    typer.Option(
+        min=0.1,
+        max=10,
+        help="Above 1: tokens that were there become less likely. [default: the model's own]",
+    ),
 ]
 NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: a GPU where there is one.")]
@@ -145,8 +154,15 @@ def ask(
         bool, typer.Option(help="The model's own template, or plain questions and answers.")
     ] = True,
     max_new_tokens: NewTokens = 300,
-    temperature: Temperature = 0,
-    repetition_penalty: Penalty = 1.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help=f"From {COLDEST} to {HOTTEST:g} tokens are drawn; 0: the likeliest. "
+            "[default: as the model's own settings say]",
+            callback=_temperature,
+        ),
+    ] = None,
+    repetition_penalty: Penalty = None,
     sources: Annotated[
         bool, typer.Option(help="Show the passages that each answer looked at first.")
     ] = False,
@@ -194,8 +210,11 @@ def ask(
         if len(files) == 1
         else f"{len(files)} memory files in {file}, {known} of them from before"
     )
-    drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    drawn |= {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty}
+    drawn: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+    if temperature is not None:
+        drawn |= _drawn(temperature)
+    if repetition_penalty is not None:
+        drawn["repetition_penalty"] = repetition_penalty
 
     def answer(messages: list[dict[str, str]]) -> str:
         said = reader.chat(messages, streamer=_streamer(tokenizer), **drawn)
@@ -270,10 +289,7 @@ def go_on(
     net, tokenizer, _ = _load(model, adapter, kept_tokens, device, dtype, memory=memory)
     with while_("loading the memory file", memory, "`hf-infini read` writes it again."):
         reader = Reader(net, tokenizer, cache=InfiniCache.from_pretrained(memory, net))
-    options: dict[str, Any] = (
-        {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    )
-    options["max_new_tokens"] = max_new_tokens
+    options = _drawn(temperature) | {"max_new_tokens": max_new_tokens}
     with while_("going on from", memory, kept="the memory file is as it was"):
         if len(texts) == 1:
             reader.generate(texts[0], streamer=_streamer(tokenizer), **options)
