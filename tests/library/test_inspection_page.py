@@ -218,7 +218,7 @@ def test_a_large_page_is_small_and_rounded(tmp_path):
     assert len(inspection_page(inspection)) < 0.2 * 2 * count**2  # bytes: noise is the worst case
     places = torch.randint(count**2, (4000,), generator=torch.Generator().manual_seed(1)).tolist()
     floor, step = assert_same_weights(inspection, places, tmp_path)
-    assert floor == pytest.approx(4e-10 * count**2) and step == pytest.approx(4e-8 * count**2)
+    assert floor == pytest.approx(1e-10 * count**2) and step == pytest.approx(1e-8 * count**2)
 
 
 def looking(*ago: list[int]) -> Inspection:

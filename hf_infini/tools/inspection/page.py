@@ -32,7 +32,7 @@ def inspection_page(inspection: Inspection, *, title: str | None = None, row: in
     tokens, with weights to 11 % and those below 0.002 as 0."""
     title, layers = title or inspection.name, inspection.layers.values()
     count = sum(layer.weights[0].numel() for layer in layers if layer.weights is not None) / 2
-    floor, step = min(max(4e-10 * count, 1e-6), 2e-3), min(max(4e-8 * count, 0.01), 0.2)
+    floor, step = min(max(1e-10 * count, 1e-6), 2e-3), min(max(1e-8 * count, 0.01), 0.2)
     data: dict = {"title": title, "tokens": inspection.texts[row], "floor": floor, "step": step}
     data["layers"] = [_layer_data(layer, row, floor, step) for layer in layers]
     [first] = farthest(inspection, 1, row).layers.values()
