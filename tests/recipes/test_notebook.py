@@ -36,8 +36,8 @@ def printed(notebook, stream: str = "stdout") -> dict[str, str]:
     ("name", "prints", "pictures", "beside", "writes"),
     [
         ("attention_step_by_step", 5, 8, False, {}),
-        ("guardado_e_lembrado", 11, 3, False, {}),
-        ("kept_and_recalled", 11, 3, False, {}),
+        ("guardado_e_lembrado", 12, 3, False, {}),
+        ("kept_and_recalled", 12, 3, False, {}),
         ("quickstart", 7, 1, True, {"cell-09": "[A cidade de São Paulo]", "cell-11": "…"}),
     ],
 )

@@ -35,8 +35,8 @@ def inspection_page(inspection: Inspection, *, title: str | None = None, row: in
     floor, step = min(max(1e-10 * count, 1e-6), 2e-3), min(max(1e-8 * count, 0.01), 0.2)
     data: dict = {"title": title, "tokens": inspection.texts[row], "floor": floor, "step": step}
     data["layers"] = [_layer_data(layer, row, floor, step) for layer in layers]
-    [first] = farthest(inspection, 1, row).layers.values()
-    data["farthest"] = [first.layer, int(reach(first, row).argmax())]
+    for first in farthest(inspection, 1, row).layers.values():  # one, or none without heads
+        data["farthest"] = [first.layer, int(reach(first, row).argmax())]
     # In a script element only "</script" and "<!--" end the data or change its reading: without "<"
     # there is neither.
     content = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
