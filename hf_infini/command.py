@@ -187,6 +187,11 @@ def ask(
     net, tokenizer, archive = _load(
         model, adapter, kept_tokens, device, dtype, whole, archive, several=apart
     )
+    if sources and not archive:
+        raise ValueError(
+            "--sources shows what a question recalls from an archive, and there is none: leave "
+            "out --sources, or --no-archive."
+        )
     tokenizer.chat_template = tokenizer.chat_template if chat_template else None
     reader = Reader(net, tokenizer, archive=archive)
     roles = ("user", "assistant", "user")

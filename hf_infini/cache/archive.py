@@ -1,10 +1,10 @@
 """Keys and values of everything that a cache has read, outside of the device. Nothing attends to
 them before a question recalls some of them ([`InfiniCache.recall`]).
 
-What a document has had is held in *blocks* of 64 tokens, by their numbers, of bytes: keys and
-values of one layer after the other, un-rotated, as the model computed them. They are in host
-memory, or in a file of blocks one after the other ([`BlockFile`]), of which only those that are
-recalled are read.
+What was read of a document is in *blocks* of 64 tokens, by their numbers: the bytes of one token
+after the other, of each its keys and values in one layer after the other, un-rotated, as the model
+computed them. The blocks are in host memory, or in a file ([`BlockFile`]), of which only those that
+are recalled are read.
 """
 
 import bisect

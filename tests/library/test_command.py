@@ -325,6 +325,7 @@ def test_estimate_prints_a_table(folders, run):
         (["ask", "MEMORY", "DOC", "--device", "gpu"], "while using --device gpu: "),
         (["fit", "MEMORY", "DOC", "--out", "x"], "has a memory already"),
         (["demo", "PLAIN", "--no-archive"], "give the --adapter with which the text was read"),
+        (["ask", "MEMORY", "DOC", "--sources"], "leave out --sources, or --no-archive"),
         (["continue", "PLAIN", "DOC", "text"], "damaged or no memory file"),
         (["continue", "MEMORY", "DOC", "text"], "damaged or no memory file"),
     ],
