@@ -197,9 +197,7 @@ class InfiniCache(Cache):
         """Has each row `repeats` times, 1 or more, one after the other; ValueError for another
         number."""
         check_number("repeats", repeats, {"at_least": 1})
-        rows = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
-        self._map(lambda tensor: tensor.repeat_interleave(repeats, 0))
-        self._archive_rows(rows)
+        self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
     @check_types
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -207,29 +205,25 @@ class InfiniCache(Cache):
         where there is no such row."""
         self._choose_rows(indices)
 
-    @property
-    def update_rule(self) -> str:
-        """Of the model."""
-        return self._config.update_rule
-
     def _choose_rows(self, indices: Tensor) -> None:
         """Keeps these rows; ValueError unless they are numbers of rows, `[rows]`, or bool for
         each."""
         try:
             if indices.dim() != 1 or not len(indices):
                 raise IndexError
-            rows = torch.arange(max(self.batch_size, 0))[indices.cpu()]
-            self._map(lambda tensor: tensor[indices.to(tensor.device)])
+            self._map_rows(lambda tensor: tensor[indices.to(tensor.device)])
         except (IndexError, RuntimeError) as error:  # of torch, where there is no such row
             raise ValueError(
                 f"indices must be the numbers of some of the cache's {self.batch_size} rows, "
                 f"[rows]; got {list(indices.shape)} of {indices.dtype}."
             ) from error
-        self._archive_rows(rows)
 
-    def _archive_rows(self, rows: Tensor) -> None:
-        if self.archive is not None and self.state is not None:
-            self.archive = self.archive.chosen(rows.tolist())
+    def _map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Applies a function that chooses among rows to all that the cache holds, and has
+        archived."""
+        self._map(function)
+        if self.archive is not None and (rows := self.archive.rows()):
+            self.archive = self.archive.chosen(function(torch.arange(len(rows))).tolist())
 
     @check_types
     def recall(self, question: Tensor | Sequence, *, terms: Tensor | None = None) -> "InfiniCache":
@@ -270,6 +264,11 @@ class InfiniCache(Cache):
         if state is None or not window.kept_tokens:
             return []
         return kept_blocks(state, window, row)
+
+    @property
+    def update_rule(self) -> str:
+        """The update rule of the model that fills it."""
+        return self._config.update_rule
 
     @property
     def batch_size(self) -> int:
@@ -393,23 +392,28 @@ class InfiniCache(Cache):
     def advance(self, of_call: Any, input_ids: Tensor | None, tokens: int) -> None:
         """Takes over what a call of `tokens` columns has left in `of_call`,
         [`InfiniCache.for_call`]; `input_ids` `[batch, tokens]`, or `None` for embeddings."""
-        seen = of_call.layers[next(iter(self.windows))].left[0].tokens_seen
-        if input_ids is None:
-            input_ids = seen.new_full((len(seen), tokens), -2)
-        archive = self.archive
-        if archive is not None:
-            every = torch.ones_like(input_ids, dtype=torch.bool)
-            real, eligible = (every if mask is None else mask.bool() for mask in of_call.masks)
-            layers: dict[int, Any] = {
-                number: [side.detach() for side in of_call.layers[number].read[0]]
-                for number in self.windows
-            }
-            ids = input_ids.to(torch.long, copy=True)  # whoever gave them may write into them
-            # first, for a disk may be full
-            archive = archive.after(Call(ids, real, eligible, seen, layers))
+        # first, for a disk may be full
+        archive = None if self.archive is None else self._archived(of_call, input_ids, tokens)
         self.advance_layers(of_call, tokens)
+        if input_ids is None:
+            state: Any = self.state
+            input_ids = _embeddings(state.tokens_seen, tokens)
         self.note_text(input_ids)
         self.archive = archive
+
+    def _archived(self, of_call: Any, input_ids: Tensor | None, tokens: int) -> Archive:
+        """The archive with what a call has read; arguments as of [`InfiniCache.advance`]."""
+        read: dict[int, Any] = {number: of_call.layers[number] for number in self.windows}
+        seen = next(iter(read.values())).left[0].tokens_seen
+        ids = _embeddings(seen, tokens) if input_ids is None else input_ids
+        every = torch.ones_like(ids, dtype=torch.bool)
+        real, eligible = (every if mask is None else mask.bool() for mask in of_call.masks)
+        layers: dict[int, Any] = {
+            number: [side.detach() for side in layer.read[0]] for number, layer in read.items()
+        }
+        ids = ids.to(torch.long, copy=True)  # whoever gave them may write into them
+        archive: Any = self.archive
+        return archive.after(Call(ids, real, eligible, seen, layers))
 
     def note_text(self, ids: Tensor) -> None:
         """Takes the ids `[batch, tokens]` of a call into the `text`."""
@@ -648,6 +652,11 @@ def digest_after(digest: Tensor | None, ids: Tensor) -> Tensor:
     mixed = (mixed ^ (mixed >> 29)) * FOR_BOTH
     hashed = (mixed ^ (mixed >> 32)).sum(1, keepdim=True)
     return digest + torch.cat([torch.full_like(hashed, ids.shape[1]), hashed], 1)
+
+
+def _embeddings(seen: Tensor, tokens: int) -> Tensor:
+    """What stands for the ids `[batch, tokens]` of embeddings; `seen`: `[batch]`."""
+    return seen.new_full((len(seen), tokens), -2)
 
 
 def _nothing() -> None:
