@@ -323,7 +323,7 @@ class Recalled(NamedTuple):
         left = int(eligible.sum())
         if left <= places and not self.row.others:
             return None
-        return Choice(*recalled_numbers(self.relevance, eligible, 0, len(eligible), places), left)
+        return Choice(*recalled_numbers(self.relevance, eligible, places), left)
 
 
 def recalled(

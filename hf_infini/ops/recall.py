@@ -66,16 +66,13 @@ def in_blocks(of_tokens: Tensor, filler: int) -> Tensor:
     )
 
 
-def recalled_numbers(
-    relevance: Tensor, eligible: Tensor, first: int, end: int, places: int
-) -> tuple[Tensor, Tensor]:
+def recalled_numbers(relevance: Tensor, eligible: Tensor, places: int) -> tuple[Tensor, Tensor]:
     """The numbers of the tokens that fill so many places, `[places or fewer]`, ascending, and the
     rank of the block of each, 0 for the most relevant one.
 
     Args:
         relevance: [`block_relevance`].
         eligible: `[tokens]` bool, which tokens of the document may be recalled.
-        first, end: of these the numbers from `first` to before `end`.
         places: how many.
     """
     blocks = torch.arange(len(relevance))
@@ -83,11 +80,11 @@ def recalled_numbers(
     order = torch.where(relevance > 0, blocks, -blocks).argsort(stable=True)
     order = order[relevance[order].argsort(descending=True, stable=True)]
     numbers = order.unsqueeze(1) * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
-    ranks = blocks.unsqueeze(1).expand_as(numbers)[(numbers >= first) & (numbers < end)]
-    numbers = numbers[(numbers >= first) & (numbers < end)]
-    allowed = eligible[numbers]
+    inside = numbers < len(eligible)  # of the last block
+    allowed = inside & eligible[numbers.where(inside, 0)]
+    ranks = blocks.unsqueeze(1).expand_as(numbers)[allowed]
     numbers, by_number = numbers[allowed][:places].sort()
-    return numbers, ranks[allowed][:places][by_number]
+    return numbers, ranks[:places][by_number]
 
 
 def have_left(seen: int, window: Window) -> tuple[int, int]:
@@ -99,8 +96,8 @@ def have_left(seen: int, window: Window) -> tuple[int, int]:
 
 def recall_score(ranks: Tensor, displaced: bool) -> Tensor:
     """Scores of recalled tokens by the `ranks` of their blocks, `[tokens]`. Where they may be
-    `displaced`, each is
-    below all that a [`TokenScore`] gives, and the least relevant ones make room for what is read
-    after them; a memory would take in once more what it has, so with one they stay."""
+    `displaced`, each is below all that a [`TokenScore`] gives, and the least relevant ones make
+    room for what is read after them; a memory would take in once more what it has, so with one
+    they stay."""
     ranks = ranks.float()  # whole numbers, which float32 has up to 2²⁴
     return 2.0**80 * (-1 - ranks if displaced else 2.0**24 - ranks)

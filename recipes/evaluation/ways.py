@@ -20,6 +20,7 @@ from cli import UserError
 from hf_infini import InfiniCache
 from hf_infini.compat.cache_name import CACHE
 from hf_infini.models.adapter import read_record
+from hf_infini.ops.recall import have_left
 from hf_infini.options import key_heads
 from support.measurement import cache_bytes
 
@@ -99,7 +100,7 @@ class Way:
 
 
 class Bounded(Way):
-    """A window with sinks, and kept tokens beside it where `kept`: caches of constant size."""
+    """A window with sinks, and what its `score` keeps beside it: caches of constant size."""
 
     own_positions = False
 
@@ -116,9 +117,9 @@ class Bounded(Way):
 
     def held(self, cache: InfiniCache, document: Document) -> Tensor:
         found = torch.zeros(len(document.ids))
-        for number, (length, local, sinks, _) in cache.windows.items():
+        for number, window in cache.windows.items():
             state = cache.layers[number].state
-            first = max(0, (int(state.tokens_seen[0]) // length - local) * length)
+            sinks, first = have_left(int(state.tokens_seen[0]), window)
             kept = state.kept_position
             heads = state.local_key.shape[1]
             here = torch.zeros(heads, len(found))
