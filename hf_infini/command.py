@@ -26,7 +26,7 @@ from .tools.inspection import inspect_attention
 from .tools.inspection.page import farthest, inspection_page
 from .tools.one_line import TRACEBACK, run, say, while_
 from .tools.outputs import check_output, replacing
-from .tools.reader import Reader
+from .tools.reader import SOURCES, Reader
 from .tools.ready import (
     KEPT_TOKENS,
     WINDOW,
@@ -44,7 +44,6 @@ LENGTHS = [8_192, 131_072, 1_048_576]  # of texts, in `estimate`
 # of `inspect`: tokens of a model without a memory; and heads · tokens² of a page of some megabytes
 INSPECTED, PAGE_WEIGHTS = 200, 44_000_000
 PAGE_LAYERS = 6  # of a page for which no layers were chosen
-SOURCES = 3  # passages that are shown of an answer
 LARGEST_PAGE = 100_000_000  # bytes; browsers take long over more
 COLDEST, HOTTEST = 1e-4, 1e4  # temperatures at which logits are numbers in every dtype
 
@@ -97,10 +96,11 @@ Archived = Annotated[
         "for. Without: what the cache did not keep is gone. [default: archive]",
     ),
 ]
+HOW_WARM = f"From {COLDEST} to {HOTTEST:g} tokens are drawn; 0: the likeliest."
 Temperature = Annotated[
     float,
     typer.Option(
-        help=f"From {COLDEST} to {HOTTEST:g} tokens are drawn; 0: the likeliest.",
+        help=HOW_WARM,
         callback=_temperature,
     ),
 ]
@@ -157,8 +157,7 @@ def ask(
     temperature: Annotated[
         float | None,
         typer.Option(
-            help=f"From {COLDEST} to {HOTTEST:g} tokens are drawn; 0: the likeliest. "
-            "[default: as the model's own settings say]",
+            help=f"{HOW_WARM} [default: as the model's own settings say]",
             callback=_temperature,
         ),
     ] = None,

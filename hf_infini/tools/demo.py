@@ -17,9 +17,8 @@ from transformers import StoppingCriteria, TextIteratorStreamer
 from ..options import key_heads
 from .documents import read_documents
 from .estimate import estimate
-from .reader import Reader
+from .reader import SOURCES, Reader
 
-SOURCES = 3  # passages that are shown of an answer
 LENGTHS = (8_192, 131_072, 1_048_576)
 # One call of the model at a time, whichever page asks; the others wait
 ONE_AT_A_TIME: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}

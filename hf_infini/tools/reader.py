@@ -6,7 +6,6 @@ import copy
 import functools
 import hashlib
 import os
-import shutil
 import sys
 import time
 import uuid
@@ -17,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..cache.archive_files import archive_bytes
-from ..cache.cache import InfiniCache, text_after
-from ..cache.files import MemoryFileError, describe_model
+from ..cache.cache import InfiniCache
+from ..cache.files import describe_model
 from ..cache.joined import joined
 from ..compat.cache_name import CACHE, cache_of
 from ..models.loading import fingerprint
@@ -32,7 +29,9 @@ from ..models.structure import decoder_of
 from ..ops.checks import Model, check_types
 from ..ops.rules import RULES
 from ..options import check_number
+from .text_file import TextFile
 
+SOURCES = 3  # passages of an answer that are shown
 SAVE_SECONDS = 60  # between two files of what has been read so far
 # The chat of a model that has no template; one that was not trained for chats goes on with the next
 # question after a line
@@ -155,110 +154,19 @@ class Reader:
         begun, before = self._longest([text])[0]
         ids = self._encode(text[len(begun) :])
         if file is None:
-            cache = self._read_on(copy.copy(before), ids, progress)
+            cache = self._read_on(copy.copy(before), ids, progress=progress)
         else:
-            sha256 = hashlib.sha256(_bare(text).encode()).hexdigest()
-            described = described or describe_model(self.model)
-            cache = self._through_file(Path(file), before, ids, sha256, progress, described)
+            of_text = TextFile(
+                file=Path(file),
+                model=self.model,
+                described=described or describe_model(self.model),
+                before=before,
+                ids=ids,
+                sha256=hashlib.sha256(_bare(text).encode()).hexdigest(),
+                tokenizer=self._tokenizer_sha256(),
+            )
+            cache = of_text.cache(functools.partial(self._read_on, progress=progress))
         self.texts[text] = cache
-        return cache
-
-    def _through_file(
-        self,
-        file: Path,
-        before: InfiniCache,
-        ids: torch.Tensor,
-        sha256: str,
-        progress: bool,
-        described: dict[str, Any],
-    ) -> InfiniCache:
-        """The cache after these ids, `[tokens]`, from a memory file, or from the model, which then
-        writes it; `sha256`: of the text; `described`: the model."""
-        if not file.exists():
-            # now, if it cannot be made, and not after hours
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with _only_reader(file):
-                if not file.exists():
-                    return self._read_into(file, before, ids, sha256, progress, described)
-        cache = self._load(file, before, ids, sha256, described)
-        if cache.get_seq_length() != before.get_seq_length() + len(ids):
-            raise MemoryFileError(f"{file} holds a part of the text: delete it.")
-        if _lock_of(file).exists():  # of a reader that was killed when it had written the file
-            with contextlib.suppress(OSError), _only_reader(file):
-                pass
-        return cache
-
-    def _read_into(
-        self,
-        file: Path,
-        before: InfiniCache,
-        ids: torch.Tensor,
-        sha256: str,
-        progress: bool,
-        described: dict[str, Any],
-    ) -> InfiniCache:
-        """The cache after these ids, which the model reads, and the file, which is then written."""
-        partial = _partial_of(file)
-        if partial.is_dir():
-            raise OSError(f"{partial} is a folder, and what is read so far goes there: remove it.")
-        cache, done = copy.copy(before), 0
-        try:
-            if partial.exists():
-                cache = self._load(partial, before, ids, sha256, described)
-                done = cache.get_seq_length() - before.get_seq_length()
-        except (MemoryFileError, OSError) as error:
-            warnings.warn(f"reading from the start, for {error}", stacklevel=2)
-        if cache.archive is not None:
-            _check_room(file, archive_bytes(self.model.config, len(ids) - done))
-            cache.archive = cache.archive.at(file.absolute().with_name(f"{file.name}.archive"))
-
-        def save() -> None:
-            if cache.text:
-                of_text = cache.text["text_end"]
-                cache.text["tokenizer"] = self._tokenizer_sha256().to(of_text.device)
-            cache.save_pretrained(partial, described, text_sha256=[sha256])
-
-        self._read_on(cache, ids, progress, done, save)
-        save()
-        os.replace(partial, file)
-        if cache.archive is not None:
-            cache.archive = cache.archive.at(None)  # what comes next is not of this file
-        return cache
-
-    def _load(
-        self,
-        file: Path,
-        before: InfiniCache,
-        ids: torch.Tensor,
-        sha256: str,
-        described: dict[str, Any],
-    ) -> InfiniCache:
-        """A memory file of a text that goes on from `before` with these ids, all or the first."""
-        cache = InfiniCache.from_pretrained(
-            file, self.model, text_sha256=[sha256], description=described
-        )
-        if self.archive and cache.archive is None:
-            raise MemoryFileError(
-                f"{file} has no archive, from which questions could recall anything: delete it, or "
-                "read with archive=False."
-            )
-        if not self.archive:
-            cache.archive = None
-        done = cache.get_seq_length() - before.get_seq_length()
-        known = {"tokenizer": self._tokenizer_sha256()}
-        if 0 <= done <= len(ids):
-            end = before.text.get("text_end", ids)
-            known |= text_after(before.text, ids[None, :done].to(end.device))
-        # a file of earlier versions has the last ids only
-        if "text_end" not in known or not all(
-            torch.equal(cache.text[name].cpu(), part.cpu())
-            for name, part in known.items()
-            if name in cache.text
-        ):
-            raise MemoryFileError(
-                f"{file} is the memory of this text after another beginning, or by another "
-                "tokenizer: give another name, or delete it."
-            )
         return cache
 
     @check_types
@@ -324,7 +232,7 @@ class Reader:
         config = self.model.config
         span = max(window.span for window in config.windows.values())
         return not RULES[config.update_rule].holds and any(
-            len(self._encode(self._plain(text))) >= span for text in texts
+            len(self._encode(f"{MARK}{_checked(text)}{MARK}")) >= span for text in texts
         )
 
     @property
@@ -386,7 +294,7 @@ class Reader:
         before, ids = self._going_on(texts)
         cache = copy.copy(before)
         if len(texts) == 1 and len(ids[0]) > self.chunk:
-            cache = self._read_on(cache, ids[0][: -self.chunk], True)
+            cache = self._read_on(cache, ids[0][: -self.chunk], progress=True)
             ids = [ids[0][-self.chunk :]]
         pad: Any = next(
             i
@@ -434,7 +342,8 @@ class Reader:
         """The passages that a row of a cache keeps, the most relevant first, and of which document
         each is."""
         archive: Any = cache.archive
-        located = [archive.rows()[row].located(block) for block in cache.passages(row)]
+        of_row = archive.rows()[row]
+        located = [of_row.located(block) for block in cache.passages(row)]
         texts = self.tokenizer.batch_decode([ids for _, ids in located])
         return [(document, text) for (document, _), text in zip(located, texts, strict=True)]
 
@@ -569,9 +478,10 @@ class Reader:
         self,
         cache: InfiniCache,
         ids: torch.Tensor,
-        progress: bool,
         done: int = 0,
         save: Callable[[], None] | None = None,
+        *,
+        progress: bool,
     ) -> InfiniCache:
         """The cache, which reads these ids from number `done` on; `save` is called from time to
         time, and when it is interrupted."""
@@ -636,42 +546,3 @@ def _checked(text: str) -> str:
 def _bare(text: str) -> str:
     """A text without marks."""
     return text.replace(MARK, "")
-
-
-def _check_room(file: Path, needed: int) -> None:
-    """OSError where the disk has no room for so many bytes beside a file."""
-    free = shutil.disk_usage(file.parent).free
-    if needed > free:
-        raise OSError(
-            f"the archive of this text takes {needed / 1e6:,.0f} MB, and {file.parent} has "
-            f"{free / 1e6:,.0f} MB left: free some, give a file on another disk, or read without "
-            "an archive (archive=False, --no-archive)."
-        )
-
-
-def _partial_of(file: Path) -> Path:
-    return file.with_name(f"{file.name}.partial")
-
-
-def _lock_of(file: Path) -> Path:
-    return file.with_name(f"{file.name}.lock")
-
-
-@contextlib.contextmanager
-def _only_reader(file: Path) -> Iterator[None]:
-    """Within it, no other process writes a file or its part: waits for one that does, or was
-    killed. After it, nothing is beside a finished file."""
-    lock = FileLock(_lock_of(file))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        warnings.warn(f"another process reads this text into {file}: waiting for it", stacklevel=2)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        if file.exists():
-            _partial_of(file).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # on Windows an open file cannot be removed
-                _lock_of(file).unlink(missing_ok=True)
-        lock.release()
