@@ -13,9 +13,7 @@ import typer
 from huggingface_hub.constants import HF_HOME
 from transformers import TextStreamer
 
-from .cache.archive_files import archive_bytes, archives_of
 from .cache.cache import InfiniCache
-from .cache.files import MemoryFileError
 from .models.loading import fingerprint, load_config
 from .options import context_limit
 from .tools import cache_folder
@@ -37,6 +35,7 @@ from .tools.ready import (
     load_saved,
     what_helps,
 )
+from .tools.terminal import chat, read_through, say_what_was_read, typed, words_of
 
 # memory files by the content of a text, and fitted scores by the model
 KEPT = Path(HF_HOME) / "hf_infini"
@@ -46,14 +45,6 @@ INSPECTED, PAGE_WEIGHTS = 200, 44_000_000
 PAGE_LAYERS = 6  # of a page for which no layers were chosen
 LARGEST_PAGE = 100_000_000  # bytes; browsers take long over more
 COLDEST, HOTTEST = 1e-4, 1e4  # temperatures at which logits are numbers in every dtype
-
-
-def _words(given):
-    """Words of the command line, as they were meant: bytes that are no UTF-8 are refused."""
-    for text in [given] if isinstance(given, str) else given or ():
-        if (words := text.encode("utf-8", "replace").decode()) != text:
-            raise typer.BadParameter(f"{words!r} has bytes that are no text in UTF-8.")
-    return given
 
 
 def _drawn(temperature: float) -> dict[str, Any]:
@@ -140,7 +131,7 @@ def ask(
             "--question",
             "-q",
             help="Asked of the documents; without one, a chat begins.",
-            callback=_words,
+            callback=words_of,
         ),
     ] = None,
     memory: Annotated[
@@ -204,11 +195,11 @@ def ask(
     files = [memory or KEPT / "memories" / f"{key}.safetensors" for key in keys]
     known = sum(file.exists() for file in files)
     reading = functools.partial(reader.read_documents, [*texts], files=files)
-    cache = _read(reading, *files, mend=memory is None)
+    cache = read_through(reading, *files, mend=memory is None)
     for file, names in zip(files, texts.values(), strict=True) if memory is None else ():
         cache_folder.note(file, model=model, adapter=adapter, documents=[names])
     file = files[0] if len(files) == 1 else files[0].parent
-    _say_what_was_read(net.config, cache)
+    say_what_was_read(net.config, cache)
     say(
         f"memory file: {file}"
         if len(files) == 1
@@ -233,7 +224,7 @@ def ask(
         with while_("answering", repr(asked), kept=f"{file} is kept: nothing is read again"):
             answer([{"role": "user", "content": asked}])
     if not question:
-        _chat(answer, file)
+        chat(answer, file)
 
 
 @app.command()
@@ -258,7 +249,8 @@ def read(
     ready = _load(model, adapter, kept_tokens, device, dtype, text, archive)
     net, tokenizer, archive = ready
     reader = Reader(net, tokenizer, archive=archive)
-    cache = _read(functools.partial(reader.read, text, file=out, split_special_tokens=True), out)
+    reading = functools.partial(reader.read, text, file=out, split_special_tokens=True)
+    cache = read_through(reading, out)
     plain = estimate_cache(net.config, cache.get_seq_length()).plain
     say(
         f"{out}: {out.stat().st_size:,} bytes for {cache.get_seq_length():,} tokens; all keys "
@@ -275,7 +267,7 @@ def go_on(
     texts: Annotated[
         list[str],
         typer.Argument(
-            help="What comes next; each of several goes on from the memory.", callback=_words
+            help="What comes next; each of several goes on from the memory.", callback=words_of
         ),
     ],
     temperature: Temperature = 0,
@@ -501,7 +493,7 @@ def cache_(
         return
     print(cache_folder.listed(chosen))
     asked = f"Remove these {len(chosen)}, {size:,.1f} MB? [y/N] "
-    if not yes and _typed(asked).strip().lower() not in ("y", "yes"):
+    if not yes and typed(asked).strip().lower() not in ("y", "yes"):
         raise ValueError("nothing was removed: answer y, or give --yes.")
     with while_("removing from", KEPT, kept="some entries are removed; the same command goes on"):
         cache_folder.remove(chosen)
@@ -536,75 +528,6 @@ def _texts_of(documents: list[Path]) -> dict[str, str]:
     return {text: ", ".join(each) for text, each in names.items()}
 
 
-def _read(read, *files: Path, mend: bool = False) -> InfiniCache:
-    """What `read` gives, of a [`Reader`], from memory files or into them; `mend`: whether those
-    that do not fit are replaced."""
-    partials = [file.with_name(f"{file.name}.partial") for file in files]
-
-    def left() -> str:
-        done, begun = ([str(file) for file in part if file.exists()] for part in (files, partials))
-        if begun:
-            what = f"{begun[0]} has what was read, or all but the last minute; run the same again"
-            return (
-                f"of {len(files)} memory files {len(done)} are kept, and {what}" if done else what
-            )
-        if len(done) == 1 == len(files):
-            return f"{done[0]} is kept"
-        if done:
-            return f"of {len(files)} memory files {len(done)} are kept; run the same again"
-        return "nothing was kept yet; the same command begins again"
-
-    remedy = "Is there room, and may it be written? --memory, --out or HF_HOME name another place."
-    name = files[0] if len(files) == 1 else files[0].parent
-    with while_("reading the text into", name, remedy, left):
-        for _ in files:  # each may be damaged
-            try:
-                return read()
-            except MemoryFileError as error:
-                if not mend:
-                    raise
-                say(f"reading again, for {error}")
-                damaged = [file for file in files if file.name in str(error)] or files
-                for file in damaged:
-                    partial = file.with_name(f"{file.name}.partial")
-                    for each in (file, partial, *archives_of(file)):
-                        each.unlink(missing_ok=True)
-        return read()
-
-
-def _say_what_was_read(config, cache: InfiniCache) -> None:
-    """The tokens that were read, and the bytes that they take."""
-    tokens, archive = cache.get_seq_length(), cache.archive
-    if archive is not None:
-        tokens = sum(row.tokens for row in archive.rows()[0].documents)
-    plain = estimate_cache(config, tokens).plain
-    say(
-        f"{tokens:,} tokens in a cache of {cache.nbytes() / 1e6:,.1f} MB, all keys and values: "
-        f"{plain / 1e6:,.1f} MB"
-    )
-    if archive is not None:
-        size = archive_bytes(config, tokens) / 1e6
-        say(
-            f"beside it, {size:,.1f} MB of archive, from which questions recall passages "
-            "(--no-archive: none, and what the cache did not keep is gone)"
-        )
-
-
-def _chat(answer, file: Path) -> None:
-    """Questions from standard input, until an empty line or its end. Ctrl-C stops an answer, and at
-    the prompt the chat."""
-    messages: list[dict[str, str]] = []
-    while asked := _typed("> ", file):
-        question = {"role": "user", "content": asked}
-        with while_("answering", repr(asked), kept=f"{file} is kept: nothing is read again"):
-            try:
-                said = answer([*messages, question])
-            except KeyboardInterrupt:
-                say("\nstopped: the chat goes on without this question; an empty line ends it")
-                continue
-        messages += [question, {"role": "assistant", "content": said}]
-
-
 def _load(model: str, adapter, kept_tokens, device: str, dtype: str, *what, **else_):
     """[`load_ready`], with the fitted scores of the cache folder."""
     return load_ready(model, adapter, kept_tokens, device, dtype, KEPT / "scores", *what, **else_)
@@ -623,21 +546,6 @@ def _inspected(config) -> int:
     heads = config.num_hidden_layers * config.num_attention_heads
     places = _places(config, kept=True) or 0
     return max(INSPECTED, min(places + places // 4, math.isqrt(PAGE_WEIGHTS // heads)))
-
-
-def _typed(prompt: str, file: Path | None = None) -> str:
-    """A line from standard input; empty at its end, or where it is closed. `file`: what is kept
-    when Ctrl-C comes."""
-    with while_("waiting for a line", kept=f"{file} is kept" if file else "nothing was changed"):
-        if sys.stdin is None:
-            return ""
-        if sys.stderr is not None:
-            print(prompt, end="", file=sys.stderr, flush=True)
-        try:
-            return _words(input())
-        except EOFError:
-            say("")
-            return ""
 
 
 def _streamer(tokenizer) -> TextStreamer:

@@ -487,7 +487,7 @@ def test_an_interrupted_reading_says_what_is_kept_and_goes_on(folders, run, tmp_
     run(*words)
     assert [*tmp_path.iterdir()] == [out]
     calls[:] = [None]
-    monkeypatch.setattr(reader.Reader, "_load", stopped)
+    monkeypatch.setattr(reader.TextFile, "_load", stopped)
     assert f"{out} is kept" in run(*words, status=130).err.splitlines()[-1]
 
 
