@@ -28,8 +28,8 @@ marked *, of resampled questions where there are fewer than 8 documents.
 The development half is to choose and to tune by; read the test half once, at the end.
 
 Stopped and started again with the same command, it goes on after the last question; another
---ways, --sets, --documents or --questions adds to what is there. Writes OUT.jsonl, a line for
-every question, OUT.json, OUT.png, and the table on standard output.
+--ways, --tokens, --sets, --documents or --questions adds to what is there. Writes OUT.jsonl, a
+line for every question, OUT.json, OUT.png, and the table on standard output.
 """
 
 import random
@@ -47,8 +47,8 @@ from prepare_documents import MANIFEST
 PRESSES = ("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention")
 WAYS = ("plain", "window", "kept", "recall", "bm25", "quantized", *PRESSES)
 # What a result depends on; the other options choose which results there are
-IDENTITY = ("model", "adapter", "keep_score", "tokens", "window", "segments", "passage", "bits")
-IDENTITY += ("chat", "generate", "chunk", "precision")
+IDENTITY = ("model", "adapter", "keep_score", "window", "segments", "passage", "bits", "chat")
+IDENTITY += ("generate", "chunk", "precision")
 
 
 @dataclass
@@ -76,10 +76,15 @@ class Options:
         group="ways",
     )
     against: str = option(
-        "plain", "The way whose results are taken off the others'.", choices=[*WAYS]
+        "plain",
+        "The way whose results are taken off the others', with the first of --tokens.",
+        choices=[*WAYS],
     )
-    tokens: int = option(
-        2048, "Tokens in the cache of each key/value head, on average.", at_least=64
+    tokens: list[int] = option(
+        [2048],
+        "Tokens in the cache of each key/value head, on average; of several sizes each way is "
+        "measured with each, but for plain and quantized, which have no bound.",
+        at_least=64,
     )
     window: int = option(
         256, "Tokens of the window beside kept tokens; at most half of the cache.", at_least=1
@@ -139,20 +144,28 @@ def main(argv: list[str] | None = None) -> None:
         drawn = draw(prepared, Prompter(tokenizer, options.chat), options)
         measure(model, Prompter(tokenizer, options.chat), drawn, lines, options)
         wanted = {(own["id"], number) for own, numbers in drawn for number in (*numbers, None)}
-        records = [r for r in lines.records if (r["document"], r["question"]) in wanted]
-        rows = answer_table.compared(records, options.ways, options.against)
+        labels = labelled(options)
+        records = [
+            {**record, "way": labels[record["way"], record["tokens_held"]]}
+            for record in lines.records
+            if (record["document"], record["question"]) in wanted
+            and (record["way"], record["tokens_held"]) in labels
+        ]
+        against = next(own for (name, _), own in labels.items() if name == options.against)
+        rows = answer_table.compared(records, [*labels.values()], against)
         if not rows:
             raise UserError("no document was short enough for any of --ways: give others")
-        print(answer_table.table(rows, options.against))
+        print(answer_table.table(rows, against))
         result = {
             "rows": [{name: _plain(value) for name, value in row.items()} for row in rows],
             "options": vars(options),
             **measurement.peak_memory(),
             **measurement.environment(),
         }
-        subtitle = f"{Path(options.model).name}, {options.tokens:,} tokens, {options.half} half"
+        sizes = " and ".join(f"{tokens:,}" for tokens in options.tokens)
+        subtitle = f"{Path(options.model).name}, {sizes} tokens, {options.half} half"
         with new_file(picture_file) as picture:  # both files are new, or none is
-            plot_ways(rows, options.against, picture, subtitle)
+            plot_ways(rows, against, picture, subtitle)
             write_json(result_file, result)
     print(f"{result_file}, {picture_file}, {lines_file}", file=sys.stderr)
 
@@ -161,9 +174,10 @@ def check_options(options: Options) -> None:
     """UserError for options that do not go together."""
     if options.adapter is not None:
         check_name("--adapter", options.adapter)
-    for name in ("ways", "sets"):
+    for name in ("ways", "sets", "tokens"):
         if len(set(getattr(options, name))) < len(getattr(options, name)):
-            raise UserError(f"--{name} {' '.join(getattr(options, name))}: name each once")
+            given = " ".join(map(str, getattr(options, name)))
+            raise UserError(f"--{name} {given}: name each once")
     if options.against not in options.ways:
         raise UserError(
             f"--against {options.against} must be one of --ways {' '.join(options.ways)}"
@@ -227,6 +241,18 @@ def draw(prepared: list[dict], prompter, options: Options) -> list[tuple[dict, l
     return found
 
 
+def labelled(options: Options) -> dict[tuple[str, int | None], str]:
+    """What the table calls each way with each size of its cache, `None` for a way without."""
+    from evaluation.ways import WAYS as CLASSES
+
+    several = len(options.tokens) > 1
+    return {
+        (name, size): name if size is None or not several else f"{name}, {size:,}"
+        for name in options.ways
+        for size in (options.tokens if CLASSES[name].bounded else [None])
+    }
+
+
 def measure(model, prompter, drawn, lines, options: Options) -> None:
     """Asks each way what is not in the lines yet."""
     import torch
@@ -235,14 +261,15 @@ def measure(model, prompter, drawn, lines, options: Options) -> None:
     from evaluation.answers import ask
     from evaluation.ways import WAYS as CLASSES
 
-    done = {(r["way"], r["document"], r["question"]) for r in lines.records}
-    total = len(options.ways) * sum(len(numbers) for _, numbers in drawn)
+    done = {(r["way"], r["tokens_held"], r["document"], r["question"]) for r in lines.records}
+    labels = labelled(options)
+    total = len(labels) * sum(len(numbers) for _, numbers in drawn)
     with tqdm(total=total, unit="question") as bar:
-        for name in options.ways:
-            way = CLASSES[name](name, model, options)
+        for (name, size), label in labels.items():
+            way = CLASSES[name](name, model, options, size)
             with way.ready(), torch.inference_mode():
                 for prepared, numbers in drawn:
-                    key = (name, prepared["id"])
+                    key = (name, size, prepared["id"])
                     open_ones = [number for number in numbers if (*key, number) not in done]
                     bar.update(len(numbers) - len(open_ones))
                     if not open_ones and (*key, None) in done:
@@ -253,7 +280,7 @@ def measure(model, prompter, drawn, lines, options: Options) -> None:
                         if needed > limit:
                             bar.write(
                                 f"{prepared['id']}: {needed:,} tokens with question and answer, "
-                                f"and {name} holds {limit:,}: left out of its rows",
+                                f"and {label} holds {limit:,}: left out of its rows",
                                 sys.stderr,
                             )
                             bar.update(len(open_ones))
@@ -261,10 +288,11 @@ def measure(model, prompter, drawn, lines, options: Options) -> None:
                     started = time.perf_counter()
                     reading = way.read(document)
                     seconds = round(time.perf_counter() - started, 3)
-                    record = {"way": name, "set": prepared["set"], "document": prepared["id"]}
+                    record = {"way": name, "tokens_held": size}
+                    record |= {"set": prepared["set"], "document": prepared["id"]}
                     if (*key, None) not in done:
-                        size = {"question": None, "seconds": seconds, "tokens": len(document.ids)}
-                        lines.add({**record, **size})
+                        read = {"question": None, "seconds": seconds, "tokens": len(document.ids)}
+                        lines.add({**record, **read})
                     for number in open_ones:
                         entry = prepared["questions"][number]
                         found = ask(way, reading, document, entry, prompter, options.generate)

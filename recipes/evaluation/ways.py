@@ -37,15 +37,19 @@ class Way:
     Args:
         name: of the row.
         model: a plain causal language model, in evaluation mode.
-        options: of the recipe: `tokens` (places of each key/value head, on average; plain has no
-            bound), `chunk`, `adapter`, `keep_score`, `window`, `segments`, `passage`, `bits`.
+        options: of the recipe: `chunk`, `adapter`, `keep_score`, `window`, `segments`, `passage`,
+            `bits`.
+        tokens: places of each key/value head, on average; `None` for a way that is not `bounded`.
     """
+
+    #: whether `tokens` bound its cache
+    bounded = False
 
     #: whether each token has the position that it has in the text, so that a model has a limit
     own_positions = True
 
-    def __init__(self, name: str, model, options):
-        self.name, self.model, self.options = name, model, options
+    def __init__(self, name: str, model, options, tokens: int | None):
+        self.name, self.model, self.options, self.tokens = name, model, options, tokens
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
@@ -102,7 +106,7 @@ class Way:
 class Bounded(Way):
     """A window with sinks, and what its `score` keeps beside it: caches of constant size."""
 
-    own_positions = False
+    bounded, own_positions = True, False
 
     def score(self) -> str:
         """The way of recipes/evaluation/caches.py."""
@@ -112,7 +116,7 @@ class Bounded(Way):
     def ready(self) -> Iterator[None]:
         own, way = self.options, self.score()
         adapter = own.adapter if way in LEARNED else None
-        with bounded(self.model, adapter, way, own.tokens, own.window, own.segments):
+        with bounded(self.model, adapter, way, self.tokens, own.window, own.segments):
             yield
 
     def held(self, cache: InfiniCache, document: Document) -> Tensor:
@@ -158,7 +162,7 @@ class Retrieved(Way):
     """The passages that BM25 finds for a question, read again by the plain model, in the order of
     the document and as many as make a cache of `tokens` with the question."""
 
-    own_positions = False
+    bounded, own_positions = True, False
 
     def read(self, document: Document) -> tuple[Document, list[range], Any]:
         bm25s = _bm25s()
@@ -172,7 +176,7 @@ class Retrieved(Way):
 
     def asked(self, reading: Any, question: Question) -> Any:
         document, passages, index = reading
-        room = self.options.tokens - document.first - len(question.ids)
+        room = self.tokens - document.first - len(question.ids)
         count = min(len(passages), max(1, room // self._size()))
         found = list(range(len(passages)))[-count:]  # where there is nothing to look for
         if index is not None:
@@ -183,7 +187,7 @@ class Retrieved(Way):
         return self.read_on(torch.cat([document.ids[: document.first], document.ids[self.chosen]]))
 
     def _size(self) -> int:
-        return self.options.passage or self.options.tokens // 8
+        return self.options.passage or self.tokens // 8
 
     def held(self, cache: Any, document: Document) -> Tensor:
         """Of the question that was asked last."""
@@ -228,8 +232,10 @@ class Pressed(Way):
     """A press of kvpress: it reads the whole document with a growing cache, before it has seen a
     question, and leaves `tokens` less the question's room."""
 
+    bounded = True
+
     def read(self, document: Document) -> Any:
-        tokens, kept = len(document.ids), self.options.tokens - self.options.window
+        tokens, kept = len(document.ids), self.tokens - self.options.window
         # a press keeps int(tokens * (1 - ratio))
         ratio = max(0.0, 1 - (kept + 0.5) / tokens)
         cache, ids = DynamicCache(), document.ids[None].to(self.model.device)

@@ -138,11 +138,9 @@ def made(folder, name: str, **options):
     """A way, a document with its reading, and the prompter."""
     model = load_causal_lm(folder / "model", dtype=torch.float32).eval()
     prompter = prompts.Prompter(load_tokenizer(folder / "model", model), True)
-    given = recipe.Options(
-        model="", data="", out="", adapter=str(folder / "adapter"), tokens=FEW, **options
-    )
+    given = recipe.Options(model="", data="", out="", adapter=str(folder / "adapter"), **options)
     prepared = lines_of(folder / "data", "contracts")[0]
-    return ways.WAYS[name](name, model, given), prepared, prompter.document(prepared), prompter
+    return ways.WAYS[name](name, model, given, FEW), prepared, prompter.document(prepared), prompter
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -180,7 +178,7 @@ def test_the_search_finds_the_passage_with_the_rare_word(folder):
     way, prepared, document, prompter = made(folder, "bm25", passage=32)
     sentence = prepared["questions"][1]["answers"][0]
     asked = prompter.question({"question": sentence, "kind": "short"}, "en")
-    way.options.tokens = document.first + len(asked.ids) + 3 * 32
+    way.tokens = document.first + len(asked.ids) + 3 * 32
     with torch.inference_mode():
         cache = way.asked(way.read(document), asked)
     evidence = document.tokens_of([[*prepared["questions"][1]["evidence"][0]]])
@@ -221,7 +219,7 @@ def test_presses_leave_as_many_tokens_and_all_is_plain(folder, name):
     found = {}
     for tokens in (FEW, ALL):
         way, prepared, document, prompter = made(folder, name, window=32)
-        way.options.tokens = tokens
+        way.tokens = tokens
         with way.ready(), torch.inference_mode():
             reading = way.read(document)
             assert reading.get_seq_length() == min(tokens - 32, len(document.ids))
@@ -306,6 +304,19 @@ def test_rows_are_paired_and_say_what_they_draw(documents):
     assert ("*" in shown) == (documents < 8) and "0% of 24, -25 (" in shown
 
 
+def test_each_size_is_a_row_beside_the_same_plain_one(folder, tmp_path, capsys):
+    given = ["--questions", 1, "--sets", "contracts", "--ways", "plain", "recall"]
+    one = evaluated(folder, tmp_path / "one", *given, "--tokens", FEW)
+    assert "| recall |" in capsys.readouterr().out.replace("  ", "")
+    both = evaluated(folder, tmp_path / "both", *given, "--tokens", FEW, ALL)
+    shown = capsys.readouterr().out
+    assert f"| recall, {FEW}" in shown and f"| recall, {ALL:,}" in shown and "| plain" in shown
+    assert [line for line in both if line["tokens_held"] != ALL] == one
+    held = {(line["way"], line["tokens_held"]) for line in both}
+    assert held == {("plain", None), ("recall", FEW), ("recall", ALL)}
+    assert evaluated(folder, tmp_path / "one", *given, "--tokens", ALL, FEW)[: len(one)] == one
+
+
 def test_documents_that_are_too_long_for_a_way_are_rows_of_their_own():
     both = records({"plain": [1.0, 2.0], "kept": [3.0, 4.0]}, 2)
     short = [r for r in both if (r["way"], r["document"]) != ("plain", "d1")]
@@ -364,7 +375,7 @@ def test_more_ways_and_questions_are_added_and_other_options_are_not(folder, tmp
     more = evaluated(folder, out, "--tokens", FEW, "--ways", "plain", "bm25")
     assert more[: len(first)] == first and len(by_way(more)["bm25"]) == len(by_way(more)["plain"])
     before = out.with_suffix(".jsonl").read_bytes()
-    for option, value in (("--tokens", 256), ("--chat", "false"), ("--generate", 3)):
+    for option, value in (("--window", 32), ("--chat", "false"), ("--generate", 3)):
         words = words_for(folder, out, *small, "--ways", "plain", option, value)
         refused(recipe.main, words, capsys, "was measured with another", option[2:], "--out")
     assert out.with_suffix(".jsonl").read_bytes() == before
@@ -407,6 +418,7 @@ def test_documents_that_are_too_long_are_said(folder, tmp_path, capsys):
 def test_bad_options_and_folders(folder, tmp_path, capsys):
     for options, message in [
         (["--ways", "plain", "plain"], "name each once"),
+        (["--tokens", 128, 128], "--tokens 128 128: name each once"),
         (["--ways", "window"], "--against plain must be one of --ways window"),
         (["--sets", "quality"], "has qmsum, tpo, contracts"),
         (["--data", folder], "has no documents.json"),
