@@ -5,9 +5,11 @@ Only the standard library is imported here: a command line reads the options wit
 torch.
 """
 
+import contextlib
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -89,6 +91,25 @@ class Window(NamedTuple):
                 f"segment_length - 1 and kept_tokens ≥ 0, got {length}, {local}, {sinks} and "
                 f"{kept}."
             )
+
+
+# The tokens of [`one_segment`], in this thread or task
+_segment: ContextVar[int | None] = ContextVar("one segment", default=None)
+# An entry for each that is open in the process: a graph of torch.compile cannot read the above
+_open: list[None] = []
+
+
+@contextlib.contextmanager
+def one_segment(tokens: int) -> Iterator[None]:
+    """Within it, the windows of all models are one segment of so many tokens in calls of this
+    thread or task, so that the softmax sees all of a text that is no longer."""
+    before = _segment.set(tokens)
+    _open.append(None)
+    try:
+        yield
+    finally:
+        _open.pop()
+        _segment.reset(before)
 
 
 SINKS, LONGEST_WINDOW, SHORT_SEGMENT = 4, 256, 64  # tokens; see `options_of_cache`
@@ -233,6 +254,8 @@ class MemoryOptions(ConfigBase):
         length: Any = self.segment_length  # there is one where there is a memory
         share = 1 if self.kept_shares is None or layer is None else self.kept_shares[layer]
         kept_tokens = int(self.kept_tokens * share + 1e-6)
+        if _open and (tokens := _segment.get()) is not None:
+            return Window(tokens, 0, self.sink_tokens, kept_tokens)
         return Window(length, self.local_segments, self.sink_tokens, kept_tokens)
 
     @property

@@ -28,7 +28,7 @@ from ..ops.backends import forced_backend
 from ..ops.backends.grid import attend_grid
 from ..ops.checks import Model, check_ids, check_types
 from ..ops.state import Attended, AttentionCall
-from ..options import check_number
+from ..options import check_number, one_segment
 
 # What the shares of layers are rounded to, times the largest: each size that differs takes a layout
 # for every call
@@ -154,7 +154,6 @@ def _observed(
     """Within it, the softmax of a patched model sees all of a row, of at most `longest` tokens, as
     that of the plain model; and every call of the layers adds its tokens to the sums."""
     config = decoder_of(model).config
-    before = {name: getattr(config, name) for name in ("segment_length", "local_segments")}
     names = {layer.layer_idx: name for name, layer in layers.items()}
 
     def run(call: AttentionCall) -> Attended:
@@ -176,12 +175,8 @@ def _observed(
             sums[name] += (together.T @ together).cpu()
         return output, None, None
 
-    try:
-        vars(config).update(segment_length=longest, local_segments=0)
-        with in_evaluation(model), forced_backend(run):
-            yield
-    finally:
-        vars(config).update(before)
+    with in_evaluation(model), forced_backend(run), one_segment(longest):
+        yield
 
 
 def shares_of_layers(

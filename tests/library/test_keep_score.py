@@ -2,6 +2,7 @@
 model's weights say."""
 
 import copy
+import threading
 import warnings
 
 import pytest
@@ -69,6 +70,31 @@ def test_it_is_the_ridge_regression_on_the_plain_models_largest_far_weights(mode
     }
     assert all(torch.equal(tensor, before[name]) for name, tensor in unchanged.items())
     assert model.config.segment_length == 8
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_calls_of_other_threads_see_their_own_window(model_type):
+    model = patch_model(decoder(model_type), **WINDOW, keep_score="learned").eval()
+    ids, options, found = ids_of_decoder(2, 50, 7), vars(model.config).copy(), []
+
+    def call():
+        with torch.no_grad():
+            found.append((model(input_ids=ids, use_cache=False).logits, vars(model.config).copy()))
+
+    call()
+    fitting = threading.current_thread()
+
+    def meanwhile(*_):
+        if threading.current_thread() is fitting:
+            other = threading.Thread(target=call)
+            other.start()
+            other.join()
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(meanwhile)
+    fit_keep_score(model, rows_of(), distance=DISTANCE, share_out=False, progress=False)
+    hook.remove()
+    assert len(found) == 4 and all(torch.equal(logits, found[0][0]) for logits, _ in found)
+    assert all(seen == options for _, seen in found)
 
 
 @pytest.mark.parametrize("make", [infini_gpt2, causal_mha])
