@@ -13,6 +13,8 @@ Parts:
     model      training steps, beside the same model with its own attention
     decoding   cache bytes and seconds of a new token of each row after long contexts, likewise; on
                a GPU compiled and not
+    recall     reading with an archive and without; and a recall from archives of several lengths
+               (one text of 2,048 tokens, many times), beside a short answer
 
 Contestants take turns in one process, in a new random order every round (models in training one
 after the other, for the sake of memory); figures are medians of the rounds with the extremes, and
@@ -31,7 +33,7 @@ from pathlib import Path
 from cli import SEED, UserError, exit_on_error, needed, option, parse_options
 from cli.names import check_name
 
-PARTS, DTYPES = ["attention", "model", "decoding"], ["float32", "bfloat16"]
+PARTS, DTYPES = ["attention", "model", "decoding", "recall"], ["float32", "bfloat16"]
 
 
 @dataclass
@@ -53,7 +55,9 @@ class Options:
         None, "attention: names of contestants; default: all that are usual here."
     )
     contexts: list[int] | None = option(
-        None, "model: tokens in a row; decoding: tokens before the new one.", at_least=1
+        None,
+        "model: tokens in a row; decoding: tokens before the new one; recall: in the archive.",
+        at_least=1,
     )
     batches: list[int] = option([1], "decoding: rows.", at_least=1)
     rounds: int = option(3, "Rounds, each timing every contestant once.", at_least=1)

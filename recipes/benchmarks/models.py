@@ -11,7 +11,8 @@ from transformers.cache_utils import StaticCache
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from evaluation.inference import read_in_chunks
-from hf_infini import patch_model
+from hf_infini import InfiniCache, patch_model
+from hf_infini.cache.joined import joined
 from hf_infini.compat.cache_name import CACHE
 from hf_infini.options import key_heads
 from hf_infini.tools.training import parameter_groups
@@ -24,6 +25,8 @@ COMPILED = {"cpu": (), "cuda": ("infini", "stock-static")}
 SEGMENT = 256
 # of what was trained with its own attention
 WINDOW = {"local_segments": 1, "sink_tokens": 4, "gate_init": -4.0}
+# of what recalls: tokens in its cache, and ids of a question
+PLACES, QUESTION = {"tiny": 32}, 16
 # tokens that the model with Infini-attention reads at most: its state does not grow after them
 READ = 2048
 
@@ -52,7 +55,8 @@ def heads_of(name: str) -> tuple[int, int]:
 
 def build(kind: str, name: str, positions: int, device: str, seed: int = 0, dtype=torch.float32):
     """A model in evaluation mode, of [`SIZES`] with random weights, or a checkpoint; stock GPT-2
-    has so many `positions`."""
+    has so many `positions`. Its `kind` is of [`KINDS`], or "recall": a window, and places for what
+    a question recalls."""
     torch.manual_seed(seed)
     options = {"segment_length": 16 if name == "tiny" else SEGMENT}
     if name not in SIZES:
@@ -70,6 +74,9 @@ def build(kind: str, name: str, positions: int, device: str, seed: int = 0, dtyp
         options |= WINDOW
     model = model.to(device, dtype).eval()
     model.loss_type = "ForCausalLM"  # what it is anyway; unset, every process warns of it
+    if kind == "recall":
+        same = {name: options[name] for name in ("position_encoding",) if name in options}
+        return patch_model(model, cache_tokens=PLACES.get(name, 2048), keep_score="recent", **same)
     return patch_model(model, **options) if kind == "infini" else model
 
 
@@ -112,6 +119,18 @@ def cache_after(model, way: str, batch: int, context: int, seed: int, room: int 
             *(torch.randn(batch, heads, context, width, **like) for width in widths), layer
         )
     return cache
+
+
+@torch.no_grad()
+def read_once(model, ids: torch.Tensor, archive: bool) -> InfiniCache:
+    """The cache of ids `[1, tokens]`, with an archive of them or without."""
+    return read_in_chunks(model, ids, READ, InfiniCache(model.config, archive=archive))
+
+
+def repeated(cache: InfiniCache, times: int) -> InfiniCache:
+    """A cache of a text that is there so many times, as if each were another document: a recall
+    compares and sorts as many blocks, and reads those that are recalled."""
+    return joined([cache] * times)
 
 
 def new_tokens(model, cache, batch: int, steps: int, compiled: bool = False) -> Callable[[], None]:

@@ -1,14 +1,19 @@
 """What recipes/benchmark.py measures. Each part is a function of its options that yields rows of
 what is measured together: `work` (the table that a row belongs to), `name`, the settings in words,
 and `skipped` (why there is nothing else) or measurements: `seconds`, `graph` and `ratio` with their
-extremes, `peak_bytes`, `cache_bytes`, `tokens_per_second`.
+extremes, `peak_bytes`, `cache_bytes`, `archive_bytes`, `tokens_per_second`.
 """
 
+import functools
 import itertools
+import tempfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
+from hf_infini import InfiniCache
+from hf_infini.ops.recall import BLOCK_TOKENS
 from support.measurement import cache_bytes
 
 from . import contestants, measuring, models
@@ -25,6 +30,8 @@ NAMES = {
 }
 TRAINED = {"cpu": (1024, 8192), "cuda": (8192, 32768)}
 NEW_TOKENS = {"cpu": 8, "cuda": 64}  # timed together
+ANSWER = 32  # tokens of a short one
+ARCHIVED = {"cpu": (32768, 1048576), "cuda": (32768, 131072, 1048576)}
 BEFORE = {"cpu": (1024, 8192, 65536), "cuda": (1024, 4096, 32768, 131072)}
 
 
@@ -142,4 +149,49 @@ def _after(how, both: Mapping, dtype: str, batch: int, context: int) -> list[dic
     return found
 
 
-PARTS = {function.__name__: function for function in (attention, model, decoding)}
+def recall(how) -> Iterator[list[dict]]:
+    """Seconds of reading with an archive and without; and of a recall from archives of several
+    lengths, in host memory and in a file, beside those of a short answer."""
+    for dtype in how.dtypes:
+        yield from _archived(how, dtype)
+
+
+def _archived(how, dtype: str) -> Iterator[list[dict]]:
+    contexts = how.contexts or _usual(ARCHIVED, how)
+    length = min(models.READ, *contexts)
+    built = models.build("recall", how.model, length, how.device, how.seed, getattr(torch, dtype))
+    ids = models.random_ids(built, 1, length, how.seed)
+    same = {"work": f"reading, {how.model}", "tokens": length, "dtype": dtype}
+    runs = {
+        name: functools.partial(models.read_once, built, ids, archive=name == "with an archive")
+        for name in ("without an archive", "with an archive")
+    }
+    rows = {name: {**same, "name": name} for name in runs}
+    yield compared(rows, _times(how, runs), "without an archive", tokens=length)
+    cache, question = runs["with an archive"](), ids[0, : models.QUESTION].cpu()
+    with tempfile.TemporaryDirectory() as folder:
+        cache.save_pretrained(file := Path(folder, "text.safetensors"), built)
+        held = {"in memory": cache, "in a file": InfiniCache.from_pretrained(file, built)}
+        for context in contexts:
+            yield _recalled(how, built, held, question, context // length * length, dtype)
+
+
+def _recalled(how, built, held: Mapping, question, context: int, dtype: str) -> list[dict]:
+    work = f"recall, {how.model}; its ratio is to an answer of {ANSWER} tokens"
+    same = {"work": work, "tokens": context, "dtype": dtype}
+    caches = {
+        f"recall, {where}": models.repeated(cache, context // cache.archive.rows()[0].tokens)
+        for where, cache in held.items()
+    }
+    runs = {name: lambda cache=cache: cache.recall(question) for name, cache in caches.items()}
+    first = next(iter(runs.values()))()
+    runs["answer"] = models.new_tokens(built, first, 1, ANSWER)
+    rows = {name: {**same, "name": name} for name in runs}
+    for name, cache in caches.items():
+        [row] = cache.archive.rows()
+        per_token = row.block_bytes // BLOCK_TOKENS
+        rows[name] |= {"cache_bytes": cache_bytes(first), "archive_bytes": context * per_token}
+    return compared(rows, _times(how, runs), "answer")
+
+
+PARTS = {function.__name__: function for function in (attention, model, decoding, recall)}

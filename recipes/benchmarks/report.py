@@ -57,4 +57,5 @@ MEASURES = {
     "peak, MiB": _number("peak_bytes", ",.1f", MIB),
     "beyond q, k, v, out and gradients, × those": _number("extra", ".2f"),
     "cache, MiB": _number("cache_bytes", ",.1f", MIB),
+    "archive, MiB": _number("archive_bytes", ",.1f", MIB),
 }

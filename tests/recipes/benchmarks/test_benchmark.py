@@ -93,6 +93,23 @@ def test_a_new_token_after_long_contexts(everything):
         assert row["tokens_per_second"] == pytest.approx(row["rows"] / row["seconds"])
 
 
+def test_a_recall_from_archives(everything):
+    _, out = everything
+    rows = rows_of(out, "recall", "reading")
+    assert [row["name"] for row in rows] == ["without an archive", "with an archive"]
+    rows = rows_of(out, "recall", "recall")
+    names = ["recall, in memory", "recall, in a file", "answer"]
+    # 40 tokens are read, once and twice
+    assert [(row["tokens"], row["name"]) for row in rows] == [
+        (tokens, name) for tokens in (40, 80) for name in names
+    ]
+    assert all(row["seconds"] > 0 for row in rows) and rows[2]["ratio"] == 1
+    # keys and values, width, float32; one layer
+    assert [row["archive_bytes"] for row in rows if row["name"] != "answer"] == [
+        tokens * 2 * 32 * 4 for tokens in (40, 40, 80, 80)
+    ]
+
+
 def test_a_checkpoint(tmp_path):
     decoder("llama").save_pretrained(tmp_path / "llama")
     settings = [
@@ -133,7 +150,8 @@ def test_files_of_a_run(everything):
         len({line.count("|") for line in table.splitlines() if "|" in line})
         for table in printed.split("\n\n")
     ]
-    assert max(widths) == 1 and sum(widths) == 3  # attention, model, decoding
+    # attention, model, decoding, and of recall two
+    assert max(widths) == 1 and sum(widths) == 5
 
 
 def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch):
