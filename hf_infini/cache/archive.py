@@ -79,7 +79,8 @@ class Row(NamedTuple):
         return [*itertools.accumulate(sizes, initial=0)]
 
     def numbered(self, numbers: Tensor) -> Tensor:
-        """Numbers in all of the documents as a state has them, [`FIRST_OF_OTHERS`]."""
+        """The `numbers` of tokens in all of the documents, `[tokens]`, as a state has them:
+        [`FIRST_OF_OTHERS`]."""
         own = self.begins[-2]
         return torch.where(numbers < own, numbers + FIRST_OF_OTHERS, numbers - own)
 
