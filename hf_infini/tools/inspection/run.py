@@ -189,7 +189,7 @@ def softmax_parts(
 ) -> dict[str, Tensor]:
     """Scores, weights and heads of softmax(scaling · Q Kᵀ) V, of query `[B, H, T, D]` and key `[B,
     K, T, D]` as they are compared, and value `[B, K, T, D]`; mask: bool, True = visible, broadcast;
-    `None`: what causality leaves."""
+    `None`: what causality leaves; scaling, softcap: as of [`ScoreOptions`]."""
     groups = query.shape[1] // key.shape[1]
     query, key, value = (
         _widen(query),
