@@ -380,11 +380,11 @@ def begin_call(
     **masks,
 ) -> tuple[SharedInputs, InfiniCache | None, bool]:
     """What the layers of a model's call share; the call's cache; and whether it is among the
-    outputs. ValueError where cache or mask do not go on from what was read. `ids`: `[batch,
-    tokens]`, or `None` where there are embeddings only; `inputs`: the ids, or the embeddings
-    `[batch, tokens, width]`; `rotary`: the tables, as of [`SharedInputs`]; `use_cache`,
-    `output_attentions`: `None` is as the configuration says, but no cache in training; `masks`: as
-    [`segment_layout`] takes them, but the attention mask may also cover the past."""
+    outputs. ValueError where `cache` or mask do not go on from what was read. `model`: the base
+    model; `ids`: `[batch, tokens]`, or `None` where there are embeddings only; `inputs`: the ids,
+    or the embeddings `[batch, tokens, width]`; `rotary`: the tables, as of [`SharedInputs`];
+    `use_cache`, `output_attentions`: `None` is as the configuration says, but no cache in training;
+    `masks`: as [`segment_layout`] takes them, but the attention mask may also cover the past."""
     batch, tokens = inputs.shape[:2]
     if use_cache is None:
         use_cache = model.config.use_cache and not model.training

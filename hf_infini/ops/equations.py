@@ -135,15 +135,15 @@ def softmax_weights(
     query: Tensor, key: Tensor, mask: Tensor | None, softmax: ScoreOptions, dtype: torch.dtype
 ) -> Tensor:
     """softmax(scaling · Q Kᵀ) written out, `[…, tokens, keys]` in `dtype`, of `query` `[…, tokens,
-    D]` and `key` `[…, keys, D]`; mask: bool, True = visible. Scores that would be float16 are
-    float32, as in torch's own kernel, for they can leave its range."""
+    D]` and `key` `[…, keys, D]`; mask: bool, True = visible; softmax: how. Scores that would be
+    float16 are float32, as in torch's own kernel, for they can leave its range."""
     scores = masked_scores(query, key, mask, softmax)
     return F.dropout(scores.softmax(-1).to(dtype), softmax.dropout)
 
 
 def masked_scores(query: Tensor, key: Tensor, mask: Tensor | None, softmax: ScoreOptions) -> Tensor:
-    """What [`softmax_weights`], with the same `query` and `key`, is the softmax of: scaling · Q Kᵀ,
-    and the lowest number where `mask` is False."""
+    """What [`softmax_weights`], of the same `query`, `key` and `softmax`, is the softmax of:
+    scaling · Q Kᵀ, and the lowest number where `mask` is False."""
     kind, scaling = query.device.type, softmax.scaling_of(query)
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # meta: while a model is made
     given = torch.get_autocast_dtype(kind) if autocast else query.dtype
@@ -293,7 +293,9 @@ class MemoryRule:
         inverse = (product(features, normaliser.unsqueeze(-1)) + self.eps).reciprocal()
         return read * inverse if read.requires_grad else read.mul_(inverse)
 
-    def mix(self, local: Tensor, query: Tensor, state: State, gate: Any, filled: Tensor) -> Tensor:
+    def mix(
+        self, local: Tensor, query: Tensor, state: State, gate: Tensor, filled: Tensor
+    ) -> Tensor:
         """(1 − s) · local + s · read, equation 5, computed in the dtype of the memory and returned
         in that of `local`; s is sigmoid(β), or 0 where the memory is not `filled`. local: what the
         window gives, `[B, N, H, C, E]`; query: `[B, N, H, C, D]`; state: M `[B, N, K, D, E]` and z
@@ -330,7 +332,7 @@ class MemoryRule:
     @staticmethod
     def naive_read(
         features: Tensor, memory: Tensor, normaliser: Tensor, eps: float
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, Tensor]:
         """Numerator `[heads, tokens, E]` and denominator `[heads, tokens, 1]` of equation 3.
         `features`: of queries, `[heads, tokens, D]`; `memory`, `normaliser`: M `[heads or 1, D, E]`
         and z `[heads or 1, D]`; `eps`: ε."""

@@ -4,7 +4,7 @@ asked for at its end."""
 import functools
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def asking_rows(
 def asking_row(
     rng: random.Random,
     encode: Callable[[Sequence[str]], Sequence],
-    take: Callable[[int], Any],
+    take: Callable[[int], Iterable[int]],
     length: int,
     language: str,
 ) -> tuple[list[int], list[tuple[str, Span, Span]]]:

@@ -25,7 +25,7 @@ from ..compat.cache_name import CACHE
 from ..models.base import memory_mask_of
 from ..ops.layout.grid import segment_layout
 from ..ops.state import OF_LAYER, InfiniState, Tokens, bool_mask
-from ..options import check_number, first_layers
+from ..options import Window, check_number, first_layers
 
 # What loading or saving writes into a configuration, perhaps on one rank only
 SAVED = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
@@ -115,8 +115,8 @@ class ShardCache(InfiniCache):
         )
         # By window, from the call on: the layout of all columns before this shard, and the state
         # that the call's continues
-        self.layouts_before: dict[Any, Any] = {}
-        self.before: dict[Any, InfiniState] = {}
+        self.layouts_before: dict[Window, Any] = {}
+        self.before: dict[Window, InfiniState] = {}
         self.shape = (rows, self.end - self.first)
         for layer in self.layers:
             layer.columns = self.first

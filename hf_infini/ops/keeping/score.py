@@ -40,7 +40,7 @@ class TokenScore:
     def final(self, score: Tensor, position: Tensor, queries: Tensor, window: Window) -> Tensor:
         """`[…, C, R]`: what remains of the scores of tokens that leave the window. score: `[…, C,
         R]`; position: the tokens' numbers in their document, `[…, C, 1]`; queries: how many have
-        seen each, `[C, 1]`."""
+        seen each, `[C, 1]`; window: its sizes."""
         return score
 
     # The reference, which uses nothing of the above: single tokens

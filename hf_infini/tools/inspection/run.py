@@ -304,7 +304,7 @@ def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
     return torch.where(here.unsqueeze(1), fates, NONE).to(torch.int8)
 
 
-def _widen(tensor: Any) -> Tensor:
+def _widen(tensor: Tensor) -> Tensor:
     return (
         tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         if tensor.is_floating_point()
