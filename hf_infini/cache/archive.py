@@ -79,7 +79,8 @@ class Row(NamedTuple):
         return [*itertools.accumulate(sizes, initial=0)]
 
     def numbered(self, numbers: Tensor) -> Tensor:
-        """Numbers in all of the documents as a state has them, [`FIRST_OF_OTHERS`]."""
+        """The `numbers` of tokens in all of the documents, `[tokens]`, as a state has them:
+        [`FIRST_OF_OTHERS`]."""
         own = self.begins[-2]
         return torch.where(numbers < own, numbers + FIRST_OF_OTHERS, numbers - own)
 
@@ -145,7 +146,9 @@ class Row(NamedTuple):
         # that of the tail is the last one
         return torch.cat([*rows, self.tail])[places * BLOCK_TOKENS + numbers % BLOCK_TOKENS]
 
-    def states(self, layer: int, found: Tensor, chosen: Any = slice(None)) -> list[Tensor]:
+    def states(
+        self, layer: int, found: Tensor, chosen: slice | Tensor = slice(None)
+    ) -> list[Tensor]:
         """Keys and values of a layer, `[kv_heads, tokens, width]`, in what [`Row.found`] gave, of
         all or of those that are `chosen` by their index. `found`: `[tokens, bytes]`."""
         pairs = zip(self.parts, found.split([part.bytes for part in self.parts], 1), strict=True)

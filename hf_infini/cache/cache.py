@@ -363,7 +363,7 @@ class InfiniCache(Cache):
         self._model, self._config, self._sample = weakref.ref(model), config, sample
 
     def check_same_model(self, other: "InfiniCache") -> None:
-        """ValueError unless another cache was filled by the same model, as far as both show."""
+        """ValueError unless the `other` cache was filled by the same model, as far as both show."""
         for known in filter(None, (other._model(), self._model())):
             self.check_model(known)
             other.check_model(known)

@@ -13,9 +13,9 @@ Sample = dict[tuple[torch.device, torch.dtype], tuple[list[str], list[int], Tens
 
 
 def sample_of(model: nn.Module) -> Sample:
-    """A few numbers of every weight that is saved and is here as plain numbers (of quantized ones
-    their bytes), without waiting for the device. What is offloaded, or sharded over processes, is
-    left out."""
+    """A few numbers of every weight of a `model` that is saved and is here as plain numbers (of
+    quantized ones their bytes), without waiting for the device. What is offloaded, or sharded over
+    processes, is left out."""
     found: Any = defaultdict(lambda: ([], [], []))
     for prefix, module in model.named_modules():
         for name, weight in (*module._parameters.items(), *module._buffers.items()):
@@ -34,7 +34,8 @@ def sample_of(model: nn.Module) -> Sample:
 
 
 def different_weights(one: Sample, other: Sample) -> list[str]:
-    """The names of weights that are in both samples, but have other numbers or dtypes."""
+    """The names of weights that are in both samples, `one` and `other`, but have other numbers or
+    dtypes."""
     one_by_name, other_by_name = (
         {
             name: (dtype, str(part.tolist()))  # a word for NaN equals itself

@@ -1,7 +1,6 @@
 """Several documents, each read by itself, that are asked together."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from ..ops.rules import RULES
 from .archive import Archive, Row
@@ -58,7 +57,7 @@ def joined(caches: Iterable[InfiniCache]) -> InfiniCache:
     return made
 
 
-def _row_of(cache: Any, number: int) -> Row:
+def _row_of(cache: object, number: int) -> Row:
     """The archive's row of a cache, the `number`-th; ValueError where it cannot be joined."""
     if not isinstance(cache, InfiniCache):
         raise TypeError(f"caches must be InfiniCaches; number {number} is {cache!r:.60}.")

@@ -37,8 +37,8 @@ class StepCache(InfiniCache):
         self._borders: dict[int, Tensor] = {}
 
     def is_for(self, config: PreTrainedConfig) -> bool:
-        """Whether a model has the configuration that this was made for; it may have been patched
-        anew."""
+        """Whether a model's `config` is the one that this was made for; the model may have been
+        patched again."""
         return self._config is config and self.windows == config.windows
 
     def begin_step(self, cache: InfiniCache) -> bool:
@@ -120,7 +120,7 @@ class StepCache(InfiniCache):
 
 
 def write_into(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-    """Copies tensors into those of the same names, where they are others."""
+    """Copies the tensors `new` into those of the same names in `old`, where they are others."""
     for name, tensor in new.items():
         if tensor is not old[name]:
             old[name].copy_(tensor)

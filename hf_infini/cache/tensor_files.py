@@ -43,11 +43,12 @@ class FileKind:
     error: type[ValueError] = ValueError
 
     def refuse(self, file: Place, reason: object) -> NoReturn:
-        """The error, in one line, which names the file."""
+        """Raises the error, in one line: what is wrong with the `file`, the `reason`, such as "is
+        damaged", and the remedy."""
         raise self.error(f"{file} {' '.join(str(reason).split())}: {self.remedy}.")
 
     def object_of(self, file: Place, content: bytes | str) -> dict:
-        """The JSON object that a file holds."""
+        """The JSON object that a `file` holds; `content`: of the file."""
         try:
             found = json.loads(content)
         except (ValueError, RecursionError) as error:
@@ -59,26 +60,31 @@ class FileKind:
         return found
 
     def check_entries(
-        self, file: Place, found: Mapping, wanted: Mapping[str, Any], optional: Collection[str] = ()
+        self,
+        file: Place,
+        record: Mapping,
+        wanted: Mapping[str, Any],
+        optional: Collection[str] = (),
     ) -> None:
-        """Refuses an object that has not these entries, all but the `optional` ones, each of its
-        type or one of its types."""
-        if unknown := sorted(found.keys() - wanted.keys()):
+        """Refuses the `record` of a `file` that has not the `wanted` entries, all but the
+        `optional` ones, each of its type or one of its types."""
+        if unknown := sorted(record.keys() - wanted.keys()):
             self.refuse(
                 file,
                 f"has unknown entries {', '.join(unknown)} (known are {', '.join(wanted)}) and is "
                 "damaged or of a newer version of hf_infini",
             )
-        if missing := [name for name in wanted if name not in {*found, *optional}]:
+        if missing := [name for name in wanted if name not in {*record, *optional}]:
             self.refuse(file, f"is damaged: it has no {', '.join(missing)}")
-        for name, value in found.items():
+        for name, value in record.items():
             types = wanted[name] if isinstance(wanted[name], tuple) else (wanted[name],)
             if type(value) not in types:
                 must = " or ".join(NAMES[each] for each in types)
                 self.refuse(file, f"is damaged: {name} must be {must}, and is {NAMES[type(value)]}")
 
     def tensors_of(self, file: Place, content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors of a safetensors file, on the CPU, and its metadata."""
+        """The tensors of a safetensors `file`, on the CPU, and its metadata; `content`: of the
+        file."""
         try:
             header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
             return load(content), dict(header.get("__metadata__") or {})
@@ -87,7 +93,7 @@ class FileKind:
             self.refuse(file, f"is damaged or no {self.name} ({type(error).__name__}: {error})")
 
     def check_finite(self, file: Place, tensors: Mapping[str, Tensor]) -> None:
-        """Refuses numbers that are not finite."""
+        """Refuses a `file` with `tensors` that have numbers that are not finite."""
         for name, tensor in tensors.items():
             if tensor.is_floating_point():
                 # what is finite in float8 and its kind is finite in float32
@@ -100,12 +106,12 @@ class FileKind:
                     )
 
     def check_shapes(
-        self, file: Place, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], reason: str
+        self, file: Place, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], reason: str
     ) -> None:
-        """Refuses tensors that have not these names and shapes, and floating point, or the same
-        dtype, where the wanted ones have it; `reason`: who says so."""
-        for name in sorted(found.keys() | wanted.keys()):
-            forms = [_form(of.get(name)) for of in (found, wanted)]
+        """Refuses a `file` whose `tensors` have not the names and shapes of the `wanted` ones, and
+        floating point, or the same dtype, where those have it; `reason`: who says so."""
+        for name in sorted(tensors.keys() | wanted.keys()):
+            forms = [_form(of.get(name)) for of in (tensors, wanted)]
             if forms[0] != forms[1]:
                 self.refuse(
                     file,
@@ -123,14 +129,16 @@ def _form(tensor: Tensor | None) -> str:
 
 
 def checksum(record: Mapping, tensors: Mapping[str, Tensor] | None = None) -> str:
-    """Of a JSON object, however it is laid out, and of tensors."""
+    """SHA-256, in hexadecimal, of a JSON object, the `record`, however it is laid out, and of
+    `tensors`."""
     digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
     add_tensors(digest, tensors or {})
     return digest.hexdigest()
 
 
 def add_tensors(digest, tensors: Mapping[str, Tensor]) -> None:
-    """Gives a hash names, dtypes, shapes and bytes, by name."""
+    """Gives a hash of hashlib, `digest`, the names, dtypes, shapes and bytes of `tensors`, in the
+    order of their names."""
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous().cpu()
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -148,10 +156,10 @@ def copies_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Writes files by their names, in this order, into a folder, which is made. Each is whole on
-    the disk, in a [`part_of`] the last, before the first gets its name. Of several, the last is the
-    one that says that they go together: an old one is taken away before. OSError where one cannot
-    be written; old files are still there."""
+    """Writes files, the bytes in `contents` by their names, in this order, into a `folder`, which
+    is made. Each is whole on the disk, in a [`part_of`] the last, before the first gets its name.
+    Of several, the last is the one that says that they go together: an old one is taken away
+    before. OSError where one cannot be written; old files are still there."""
     folder.mkdir(parents=True, exist_ok=True)
     last = folder / [*contents][-1]
     with part_of(last) as part:

@@ -22,20 +22,20 @@ def cache_of(output) -> Any:
     return getattr(output, CACHE)
 
 
-def with_one_name(given: dict[str, Any], name: str = "cache") -> dict[str, Any]:
-    """Arguments by name, in which the cache, if there is one, is called `name`; TypeError where it
-    came with both names."""
-    found = [given[one] for one in NAMES if given.get(one) is not None]
+def with_one_name(arguments: dict[str, Any], name: str = "cache") -> dict[str, Any]:
+    """These `arguments`, by name, in which the cache, if there is one, is called `name`; TypeError
+    where it came with both names."""
+    found = [arguments[one] for one in NAMES if arguments.get(one) is not None]
     if len(found) == 2:
         raise TypeError(
             "cache and past_key_values are two names of one argument: give only one of them."
         )
-    rest = {key: value for key, value in given.items() if key not in NAMES}
-    return rest if len(rest) == len(given) else rest | {name: found[0] if found else None}
+    rest = {key: value for key, value in arguments.items() if key not in NAMES}
+    return rest if len(rest) == len(arguments) else rest | {name: found[0] if found else None}
 
 
 def takes_either_name(forward: Callable) -> Callable:
-    """A method whose argument for a cache may have either name."""
+    """Decorator of a model's method, `forward`, whose argument for a cache may have either name."""
     name = CACHE if CACHE in inspect.signature(forward).parameters else "cache"
 
     @functools.wraps(forward)

@@ -14,8 +14,8 @@ PREFIX = "infini_"  # model_type of a family with Infini-attention: this and the
 
 
 def alias_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig]) -> None:
-    """Has `AutoTokenizer` read a tokenizer as beside the own configuration: many files name no
-    class, or a wrong one."""
+    """Has `AutoTokenizer` read a tokenizer beside a configuration of the class `infini` as beside
+    one of the `own` class: many files name no class, or a wrong one."""
     table, names = tokenization_auto.TOKENIZER_MAPPING, tokenization_auto.TOKENIZER_MAPPING_NAMES
     mistaken = tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
     if own.model_type in names:
@@ -27,8 +27,8 @@ def alias_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig])
 
 
 def alias_adapters(infini: str) -> None:
-    """Has PEFT, once it is imported, choose the modules of an adapter as in a model of the own
-    type, for every kind of adapter that has defaults."""
+    """Has PEFT, once it is imported, choose the modules of an adapter in a model of the type
+    `infini` as in one of the own type, for every kind of adapter that has defaults."""
     constants = sys.modules.get("peft.utils.constants")
     for name, table in {**vars(constants)}.items() if constants else ():
         if name.startswith("TRANSFORMERS_MODELS_TO_"):
@@ -37,8 +37,8 @@ def alias_adapters(infini: str) -> None:
 
 
 def alias_weights(own: str, infini: str) -> None:
-    """Has weights renamed and joined as those of the own model type or class, whose checkpoints may
-    name them otherwise."""
+    """Has weights of the model type or class `infini` renamed and joined as those of the `own` one,
+    whose checkpoints may name them otherwise."""
     mapping = get_checkpoint_conversion_mapping(own)
     if mapping is not None:
         register_checkpoint_conversion_mapping(infini, mapping, overwrite=True)

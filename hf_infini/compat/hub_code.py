@@ -73,8 +73,8 @@ class HubConfigMixin(HubCodeMixin, ConfigBase):
     """Saves a configuration with its `auto_map`; comes before `PreTrainedConfig`."""
 
     def save_pretrained(self, save_directory, *args, save_code: bool = False, **kwargs):
-        """As usual; `save_code`: whether the model's code is written beside it, as it is into a
-        folder that has code."""
+        """As usual, into the folder `save_directory`; `save_code`: whether the model's code is
+        written beside it, as it is into a folder that has code."""
         if self.model_type in CODE and not os.path.isfile(save_directory):
             given = (getattr(self, "auto_map", None) or {}).items()
             others = {name: entry for name, entry in given if not ENTRIES.match(str(entry))}
@@ -101,13 +101,14 @@ def carry_code(code_entry: str, **classes: type[HubCodeMixin]) -> None:
             names[model_type] = cls.__name__
 
 
-def write_code(model_type: str, folder: str | os.PathLike, whole: bool) -> dict[str, str]:
-    """Writes the stub of a model type, or its code if `whole`, in a copy of the code, and where the
-    folder has code, and removes that of other versions; returns the entries of the `auto_map`."""
+def write_code(model_type: str, folder: str | os.PathLike, save_code: bool) -> dict[str, str]:
+    """Writes the stub of a `model_type` into a `folder`, or its code if `save_code`, in a copy of
+    the code, and where the folder has code, and removes that of other versions; returns the entries
+    of the `auto_map`."""
     code_entry, classes = CODE[model_type]
     os.makedirs(folder, exist_ok=True)
     found = [path for path in Path(folder).iterdir() if CODE_FILES.fullmatch(path.name)]
-    if whole or IS_COPY or any(path.is_dir() for path in found):
+    if save_code or IS_COPY or any(path.is_dir() for path in found):
         kept, files = code_of(code_entry)
         home, module = Path(folder, kept), f"{kept}/{code_entry.replace('.', '_')}"
     else:
@@ -128,7 +129,7 @@ def write_code(model_type: str, folder: str | os.PathLike, whole: bool) -> dict[
 @functools.cache
 def code_of(code_entry: str) -> tuple[str, dict[str, str]]:
     """The name of the folder for the code of these models, and its files: all that the module
-    imports of the package."""
+    `code_entry`, such as "models.families", imports of the package."""
     if IS_COPY:
         here = Path(__file__).parent
         return here.name, {

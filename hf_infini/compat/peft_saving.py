@@ -11,8 +11,8 @@ class UnsavedMemoryWarning(UserWarning):
 
 
 def with_saving(config, then: Callable):
-    """A copy of PEFT's configuration that calls `then(folder)` once it is saved, unless it calls
-    something already."""
+    """A copy of PEFT's configuration, `config`, that calls `then(folder)` once it is saved, unless
+    it calls something already."""
     own = type(config)
     if hasattr(own, "then"):
         return config
@@ -39,8 +39,8 @@ def _of_class(config, own: type):
 
 
 def weights_are_saved(model, folder) -> None:
-    """Calls what follows the saving of a model's adapter once more: transformers writes the weights
-    of one after its configuration, and PEFT before it."""
+    """Calls what follows the saving of a model's adapter into a `folder` once more: transformers
+    writes the weights of one after its configuration, and PEFT before it."""
     if getattr(model, "_hf_peft_config_loaded", False):
         then = getattr(model.peft_config[model.active_adapters()[0]], "then", warn_of_unsaved)
         if then is not warn_of_unsaved:

@@ -14,7 +14,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def swap_class(module: nn.Module, other: type) -> None:
-    """Makes a module an instance of another class in place, also for a hook, which keeps the
+    """Makes a module an instance of the class `other` in place, also for a hook, which keeps the
     forward that it wraps, and for transformers, which finds what it can record of a model by a
     class that was constructed."""
     own, module.__class__ = type(module), other

@@ -161,7 +161,7 @@ class MemoryLayerMixin(nn.Module):
     def begin(self, hidden_states: Tensor, infini: SharedInputs) -> tuple[Tensor, Attend]:
         """The input of the projections, `[batch, tokens, width]`: `hidden_states`, perhaps with the
         short convolution. And the function that attends with what they give, and leaves the layer's
-        next state."""
+        next state. `infini`: what the layers of the call share."""
         layout, exchange = infini.layouts[self.window], infini.exchange
         rule, score = self.rule, self.keep_score
         cached: Any = None if infini.cache is None else infini.cache.layers[self.layer_idx]
@@ -223,8 +223,9 @@ class MemoryLayerMixin(nn.Module):
         )
 
     def log_weight(self, hidden_states: Tensor) -> Tensor | None:
-        """The log weight of each token, or its log rates, `[batch, heads, tokens, rates]`; `None`:
-        all weigh 1."""
+        """The log weight of each token, or its log rates, `[batch, kv_heads, tokens, rates]`;
+        `None`: all weigh 1. `hidden_states`: the input of the projections, `[batch, tokens,
+        width]`."""
         rule = RULES[self.options.update_rule]
         if own := {name: getattr(self, name) for name in rule.parameters(1, 1)}:
             return rule.log_rates(hidden_states, **own)
@@ -248,7 +249,9 @@ def infini_attention_function(
 ):
     """The registered attention function: what `attend` gives, its output as `[batch, tokens, heads,
     head_dim]`. Libraries that wrap all attention functions (kvpress) give the dropout by its place,
-    which is that of transformers' own."""
+    which is that of transformers' own. `query`, `key`, `value`: `[batch, heads or kv_heads, tokens,
+    head_dim]`, un-rotated; `dropout`, `scaling`, `softcap`: as of [`ScoreOptions`]; the calling
+    `module`, `attention_mask` and `others`: not needed, as `attend` knows what is visible."""
     output, weights = attend(query, key, value, ScoreOptions(scaling, dropout, softcap=softcap))
     return output.transpose(1, 2), weights
 
@@ -257,8 +260,8 @@ AttentionInterface.register(INTERFACE, infini_attention_function)
 
 
 def pass_on(layer, args: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """A pre-hook of decoder layers that pass no keywords on to their attention, which is given
-    `infini` as its mask."""
+    """A pre-hook of a decoder `layer` that passes no keywords on to its attention, which is given
+    `infini` as its mask. `args`, `keywords`: of the layer's call; returned for its forward."""
     return args, keywords | {"attention_mask": keywords.get("infini")}
 
 
@@ -275,8 +278,9 @@ class InfiniAttentionMixin(MemoryLayerMixin):
     def swap_in(
         self, config, tables: dict[str | None, tuple[Tensor, ...]], dtype: torch.dtype
     ) -> None:
-        """Gives the layer its memory; `tables`: [`InfiniModelMixin.rotary_tables`]; `dtype`: where
-        weights are quantized. ValueError where its forward fails."""
+        """Gives the layer its memory; `config`: of the model; `tables`:
+        [`InfiniModelMixin.rotary_tables`]; `dtype`: where weights are quantized. ValueError where
+        its forward fails."""
         self.options, self.config = config, copy.copy(config)
         # by which the own forward chooses its attention function
         self.config._attn_implementation = INTERFACE
@@ -384,11 +388,11 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         return float((found - wanted).abs().max()), float(wanted.abs().max())
 
     def forward(self, hidden_states: Tensor, *args, infini: SharedInputs | None = None, **kwargs):
-        """As the own forward; `infini`: what the base model made for all layers. The output is
-        `[batch, tokens, width]`, and, with `output_attentions` or the eager implementation, the
-        local weights `[batch, heads, tokens, places]`, with the places of its `window`: column `c`
-        is place `c` of the query's, in which the sinks come first and the query's own segment last.
-        Padding has zeros."""
+        """As the own forward, of `hidden_states` `[batch, tokens, width]`; `infini`: what the base
+        model made for all layers. The output is `[batch, tokens, width]`, and, with
+        `output_attentions` or the eager implementation, the local weights `[batch, heads, tokens,
+        places]`, with the places of its `window`: column `c` is place `c` of the query's, in which
+        the sinks come first and the query's own segment last. Padding has zeros."""
         given: dict[str, Any] = dict(zip(self.argument_names, args, strict=False)) | kwargs
         # of a layer that drops keywords
         infini = given.get("attention_mask") if infini is None else infini
@@ -443,9 +447,9 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         return window_attention(query, key, value, None, options)[0][:, 0], None
 
     def turn(self, states: Tensor, *places: Tensor) -> Tensor:
-        """States `[…, tokens, head_dim]` turned by the model's own function; `places`: their rows
-        of the tables, `[tokens, width]` or `[batch, 1, tokens, width]`; of a head's numbers only so
-        many are turned."""
+        """Queries or keys, `states` `[…, tokens, head_dim]`, turned by the model's own function;
+        `places`: their rows of the tables, `[tokens, width]` or `[batch, 1, tokens, width]`; of a
+        head's numbers only so many are turned."""
         rows = [row[None] if row.dim() == 2 else row.squeeze(1) for row in places]
         flat = states if states.dim() == 4 else states.reshape(-1, 1, *states.shape[-2:])
         if rows[0].is_complex():  # Llama 4: heads after tokens

@@ -110,7 +110,8 @@ class SavedModelMixin(HubCodeMixin, ModelBase):
 
 
 class InfiniPreTrainedMixin(SavedModelMixin):
-    """What base models and heads share; comes before the own class of either."""
+    """What base models and heads share; comes before the own class of either. `config`: one with
+    [`MemoryOptions`]."""
 
     own_class: type[Any]  # the class that comes after this one
     class_with_memory: Callable[[type], type]  # of an own class, as families.py makes it
@@ -272,7 +273,8 @@ class InfiniModelMixin(ModelBase):
     ) -> dict[str | None, tuple[tuple[Tensor, ...], int]]:
         """Of positions that are scaled by the length of a text: the tables of so many places in
         texts of more tokens than the returned number, by the type of layer. Empty where so many
-        places have no such positions: then those of short texts serve all."""
+        places have no such positions: then those of short texts serve all. `device`: of the
+        tables."""
         limits = {kind: scaled_beyond(self.rotary_emb, kind) for kind in self._kinds_of_positions()}
         return {
             kind: (self._turned_by(range(places), kind, None, device), limit)
@@ -370,7 +372,7 @@ def memory_mask_of(config, input_ids: Tensor | None, memory_mask: Tensor | None)
 def begin_call(
     model,
     ids,
-    given: Tensor,
+    inputs: Tensor,
     rotary: dict,
     cache,
     use_cache: bool | None,
@@ -378,11 +380,12 @@ def begin_call(
     **masks,
 ) -> tuple[SharedInputs, InfiniCache | None, bool]:
     """What the layers of a model's call share; the call's cache; and whether it is among the
-    outputs. ValueError where cache or mask do not go on from what was read. `given`: the ids, or
-    the embeddings `[batch, tokens, width]`; `use_cache`, `output_attentions`: `None` is as the
-    configuration says, but no cache in training; `masks`: as [`segment_layout`] takes them, but the
-    attention mask may also cover the past."""
-    batch, tokens = given.shape[:2]
+    outputs. ValueError where `cache` or mask do not go on from what was read. `model`: the base
+    model; `ids`: `[batch, tokens]`, or `None` where there are embeddings only; `inputs`: the ids,
+    or the embeddings `[batch, tokens, width]`; `rotary`: the tables, as of [`SharedInputs`];
+    `use_cache`, `output_attentions`: `None` is as the configuration says, but no cache in training;
+    `masks`: as [`segment_layout`] takes them, but the attention mask may also cover the past."""
+    batch, tokens = inputs.shape[:2]
     if use_cache is None:
         use_cache = model.config.use_cache and not model.training
     if cache is not None and not isinstance(cache, InfiniCache):  # of this copy of the code
@@ -411,11 +414,11 @@ def begin_call(
     masks["attention_mask"] = mask_of_call(masks["attention_mask"], batch, tokens, cache)
     exchange = None if cache is None else cache.exchange()
     if exchange is not None:
-        exchange.begin(batch, tokens, given.device, masks)
+        exchange.begin(batch, tokens, inputs.device, masks)
     read = masks["attention_mask"], masks["memory_mask"]
     of_call = None if cache is None else cache.for_call(*read)
     masks |= {
-        "device": given.device,
+        "device": inputs.device,
         "completes_segments": cache is None or cache.completes_segments,
     }
     layouts = {}

@@ -59,7 +59,7 @@ def has_signs(description: Mapping) -> bool:
 
 def check_same(path, found: Mapping, wanted: Mapping) -> None:
     """ValueError where a model is `found` to be another than the `wanted` one of an adapter; a
-    warning where weights differ a little. Both as of [`describe`]."""
+    warning where weights differ a little. Both as of [`describe`]; `path`: of the adapter."""
     start = f"the adapter of {path} was trained with another model:"
     sizes = [name for name in found if name not in ("weights", "signs", "layer_signs")]
     if different := [name for name in sizes if found[name] != wanted[name]]:

@@ -121,8 +121,8 @@ class FamilyConfigMixin(InfiniConfigMixin):
 
 @functools.cache
 def infini_config(own: type[PreTrainedConfig]) -> type[FamilyConfigMixin] | type[InfiniGPT2Config]:
-    """The configuration class of a family, or of one derived from it, with Infini-attention;
-    ValueError if it cannot be."""
+    """The configuration class with Infini-attention of a family, whose `own` class this is, or one
+    derived from it; ValueError if it cannot be."""
     if issubclass(own, GPT2Config):
         return InfiniGPT2Config
     reason = next((reason for reason, types in REFUSED.items() if own.model_type in types), None)
@@ -246,8 +246,8 @@ def _required(function) -> set[str]:
 
 @functools.cache
 def register_models(config: type[FamilyConfigMixin] | type[InfiniGPT2Config]) -> None:
-    """Registers all models of a family with the Auto classes, and has them saved with their
-    code."""
+    """Registers all models of a family with the Auto classes, and has them saved with their code.
+    `config`: the family's class of [`infini_config`]."""
     own = config.own_class
     classes = {}
     alias_tokenizer(own, config)
@@ -260,8 +260,8 @@ def register_models(config: type[FamilyConfigMixin] | type[InfiniGPT2Config]) ->
 
 
 def register_lazily(model_types: Iterable[str]) -> None:
-    """Has `AutoConfig` know families by their own types, and make the configuration of one when it
-    is asked for it."""
+    """Has `AutoConfig` know families by their own `model_types`, such as "llama", and make the
+    configuration of one when it is asked for it."""
     known = transformers.CONFIG_MAPPING  # older versions of transformers do not have them all
     names = {
         PREFIX + own: f"Infini{CONFIG_MAPPING_NAMES[own]}"

@@ -136,9 +136,9 @@ class MemoryGenerationMixin(ModelBase):
         )
 
     def get_compiled_call(self, compile_config):
-        """The call that `generate` repeats. Only a step is compiled: one new token, real in every
-        row, in the main thread, to which CUDA graphs belong. Its outputs are overwritten by the
-        next one's."""
+        """The call that `generate` repeats, compiled as `compile_config`, of transformers, says.
+        Only a step is compiled: one new token, real in every row, in the main thread, to which CUDA
+        graphs belong. Its outputs are overwritten by the next one's."""
         compiled, memories = (
             super().get_compiled_call(compile_config),
             len(self.config.infini_layers),

@@ -49,7 +49,8 @@ carry_code("models.families", AutoConfig=InfiniGPT2Config)
 
 
 class NoPositions(nn.Module):
-    """In the place of GPT-2's position embedding where there is none."""
+    """In the place of GPT-2's position embedding where there is none: adds nothing for
+    `position_ids` `[batch, tokens]`."""
 
     def forward(self, position_ids: Tensor) -> Tensor:
         return torch.zeros((), device=position_ids.device)  # 0-dim, so addition keeps the dtype

@@ -22,8 +22,8 @@ NEAR = 0.88
 
 
 def checked(config_class: type) -> type:
-    """Decorator of a configuration: what its types and validators refuse is a ValueError of one
-    line."""
+    """Decorator of a configuration, `config_class`: what its types and validators refuse is a
+    ValueError of one line."""
     config_class = strict(config_class)
     init = config_class.__init__
 
@@ -40,18 +40,18 @@ def checked(config_class: type) -> type:
     return config_class
 
 
-def refuse_unknown(given: Iterable[str], known: Iterable[str]) -> None:
-    """ValueError where names are given that are no options, each with the option that was perhaps
-    meant."""
+def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
+    """ValueError where some of the `names` are not among those of the `known` options, each with
+    the option that was perhaps meant."""
     known = [*known]
-    if unknown := sorted({*given} - {*known}):
+    if unknown := sorted({*names} - {*known}):
         raise ValueError(
             f"unknown options {meant(unknown, known)}; patch_model takes {', '.join(known)}."
         )
 
 
 def meant(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """Unknown names in words, each with the known one that it may be."""
+    """The `unknown` names in words, each with the one of the `known` that it may be."""
     known = [*known]
     return ", ".join(
         name + "".join(f" (did you mean {near}?)" for near in _near(name, known, 0.6))
@@ -74,9 +74,9 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As usual, but options in `kwargs` count before the check. A plain model's configuration
-        stays one where no `segment_length` is given: PEFT asks the class of a patched model for the
-        vocabulary of its checkpoint."""
+        """As usual, of a `config_dict`, the entries of a config.json, but options in `kwargs` count
+        before the check. A plain model's configuration stays one where no `segment_length` is
+        given: PEFT asks the class of a patched model for the vocabulary of its checkpoint."""
         kind = config_dict.get("model_type", cls.model_type)
         if kind == cls.own_class.model_type and "segment_length" not in kwargs:
             return cls.own_class.from_dict(config_dict, **kwargs)

@@ -14,9 +14,10 @@ Change = TypeVar("Change", bound=Callable)
 
 
 def unchanged_on_error(change: Change) -> Change:
-    """Decorator of a function that changes the model which is its first argument, `model`: where it
-    raises anything, the model gets back its classes, modules, tensors, hooks, flags and
-    configurations. A function and no `with`, between whose last line and end Ctrl-C may come."""
+    """Decorator of a function, `change`, that changes the model which is its first argument,
+    `model`: where it raises anything, the model gets back its classes, modules, tensors, hooks,
+    flags and configurations. A function and no `with`, between whose last line and end Ctrl-C may
+    come."""
 
     @functools.wraps(change)
     def whole(model, *args, **kwargs):
@@ -33,8 +34,8 @@ def unchanged_on_error(change: Change) -> Change:
 
 
 class _Snapshot:
-    """What a change may touch, by references: of weights only the small ones of memories, which are
-    written in place, are copied."""
+    """What a change of a `model` may touch, by references: of weights only the small ones of
+    memories, which are written in place, are copied."""
 
     def __init__(self, model: nn.Module):
         modules = {

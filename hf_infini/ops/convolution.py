@@ -19,8 +19,8 @@ def short_convolution(
 ) -> tuple[Tensor, Tensor]:
     """`y_t = Σ_j w_j ⊙ x_{t−j}`, j = 0 … K − 1, over the real tokens of t's own document, `[B, T,
     C]` (padding means nothing); and `before` for the next call. `inputs`: x, `[B, T, C]`; `weight`:
-    w, `[K, C]`; `before`: the last inputs of each row's document before this call, `[B, K − 1, C]`,
-    oldest first; or zeros."""
+    w, `[K, C]`; `layout`: of the call; `before`: the last inputs of each row's document before this
+    call, `[B, K − 1, C]`, oldest first; or zeros."""
     taps = weight.shape[0]
     weight = weight.to(inputs.dtype)
     output = inputs * weight[0]

@@ -134,16 +134,16 @@ def _fused_gradient_is_slow(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def softmax_weights(
     query: Tensor, key: Tensor, mask: Tensor | None, softmax: ScoreOptions, dtype: torch.dtype
 ) -> Tensor:
-    """softmax(scaling · Q Kᵀ) written out, `[…, tokens, keys]` in `dtype`, of `[…, tokens, D]`;
-    mask: bool, True = visible. Scores that would be float16 are float32, as in torch's own kernel,
-    for they can leave its range."""
+    """softmax(scaling · Q Kᵀ) written out, `[…, tokens, keys]` in `dtype`, of `query` `[…, tokens,
+    D]` and `key` `[…, keys, D]`; mask: bool, True = visible; softmax: how. Scores that would be
+    float16 are float32, as in torch's own kernel, for they can leave its range."""
     scores = masked_scores(query, key, mask, softmax)
     return F.dropout(scores.softmax(-1).to(dtype), softmax.dropout)
 
 
 def masked_scores(query: Tensor, key: Tensor, mask: Tensor | None, softmax: ScoreOptions) -> Tensor:
-    """What [`softmax_weights`] is the softmax of: scaling · Q Kᵀ, and the lowest number where
-    `mask` is False."""
+    """What [`softmax_weights`], of the same `query`, `key` and `softmax`, is the softmax of:
+    scaling · Q Kᵀ, and the lowest number where `mask` is False."""
     kind, scaling = query.device.type, softmax.scaling_of(query)
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # meta: while a model is made
     given = torch.get_autocast_dtype(kind) if autocast else query.dtype
@@ -179,7 +179,8 @@ class EluFeatures(torch.autograd.Function):
     """σ(x) = ELU(x) + 1;  g_x = g · min(σ(x), 1), for σ'(x) is e^x = σ(x) below zero and 1 above.
     Autograd would compute the exponential function again, by far the dearest operation of the
     memory on a CPU: a layer forward and backward of 1,024 tokens in segments of 64, float32, on one
-    thread, took 20.2 ms instead of 22.0 (medians of 15 in turn)."""
+    thread, took 20.2 ms instead of 22.0 (medians of 15 in turn). `inputs`: x, of any shape, as the
+    only one; `output`: σ(x); `gradient`: g."""
 
     generate_vmap_rule = True
 
@@ -209,9 +210,9 @@ FEATURE_MAPS = {
 def running_sum(
     written: Tensor, incoming: Tensor, continues: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Running sums of what the segments wrote, `[B, N, …]`: before each, `[B, N, …]`, and after the
-    last, `[B, …]`; behind a segment where `continues` `[B, N]` is False they begin again at
-    zero."""
+    """Running sums of what the segments wrote, `written` `[B, N, …]`: before each, `[B, N, …]`, and
+    after the last, `[B, …]`. They begin at `incoming` `[B, …]`, and again at zero behind a segment
+    where `continues` `[B, N]` is False."""
     if continues is None and (written.device.type != "cpu" or torch.compiler.is_compiling()):
         sums = torch.cat([incoming.unsqueeze(1), written], 1).cumsum(1)
         return sums[:, :-1], sums[:, -1]
@@ -251,7 +252,7 @@ class MemoryRule:
 
     @classmethod
     def of(cls, config: Any) -> "MemoryRule":
-        """The rule with the options of a configuration, [`MemoryOptions`]."""
+        """The rule with the options of a model's configuration, `config`, [`MemoryOptions`]."""
         return cls(feature_map=config.feature_map)
 
     def features(self, x: Tensor) -> Tensor:
@@ -292,7 +293,9 @@ class MemoryRule:
         inverse = (product(features, normaliser.unsqueeze(-1)) + self.eps).reciprocal()
         return read * inverse if read.requires_grad else read.mul_(inverse)
 
-    def mix(self, local: Tensor, query: Tensor, state: State, gate: Any, filled: Tensor) -> Tensor:
+    def mix(
+        self, local: Tensor, query: Tensor, state: State, gate: Tensor, filled: Tensor
+    ) -> Tensor:
         """(1 − s) · local + s · read, equation 5, computed in the dtype of the memory and returned
         in that of `local`; s is sigmoid(β), or 0 where the memory is not `filled`. local: what the
         window gives, `[B, N, H, C, E]`; query: `[B, N, H, C, D]`; state: M `[B, N, K, D, E]` and z
@@ -311,8 +314,8 @@ class MemoryRule:
 
     @staticmethod
     def log_rates(inputs: Tensor, **parameters: Tensor) -> Tensor:
-        """Tokens' log rates, `[B, K, tokens, rates]`, of the layer's input `[B, tokens, width]`;
-        only with parameters."""
+        """Tokens' log rates, `[B, K, tokens, rates]`; only with parameters. `inputs`: of the layer,
+        `[B, tokens, width]`; `parameters`: as [`MemoryRule.parameters`] begins them."""
         raise NotImplementedError
 
     # The reference, for one row: heads of `[heads, tokens, D]`; it uses nothing of the above
@@ -321,14 +324,18 @@ class MemoryRule:
     def naive_features(
         x: Tensor, log_weight, feature_map: Callable[[Tensor], Tensor], eps: float
     ) -> Tensor:
-        """Features of queries or keys; `log_weight`: of keys, `[heads, tokens, rates]`, or 0."""
+        """Features of queries or keys. `x`: these, `[heads, tokens, D]`; `log_weight`: of keys,
+        `[heads, tokens, rates]`, or 0; `feature_map`: the function of the option's name; `eps`: as
+        of [`infini_attention`]."""
         return feature_map(x + log_weight)
 
     @staticmethod
     def naive_read(
         features: Tensor, memory: Tensor, normaliser: Tensor, eps: float
-    ) -> tuple[Tensor, Any]:
-        """Numerator `[heads, tokens, E]` and denominator `[heads, tokens, 1]` of equation 3."""
+    ) -> tuple[Tensor, Tensor]:
+        """Numerator `[heads, tokens, E]` and denominator `[heads, tokens, 1]` of equation 3.
+        `features`: of queries, `[heads, tokens, D]`; `memory`, `normaliser`: M `[heads or 1, D, E]`
+        and z `[heads or 1, D]`; `eps`: ε."""
         return features @ memory, features @ normaliser.unsqueeze(-1) + eps
 
     @staticmethod
@@ -340,5 +347,7 @@ class MemoryRule:
         log_weight: Tensor | None,
         eps: float,
     ) -> State:
-        """M and z after a segment with these features, values and log weights."""
+        """M and z after a segment. `memory`, `normaliser`: before it, `[heads, D, E]` and `[heads,
+        D]`; `features`, `values`, `log_weight`: of its tokens, `[heads, tokens, …]` each; `eps`: as
+        of [`infini_attention`]."""
         return memory + features.mT @ values, normaliser + features.sum(-2)

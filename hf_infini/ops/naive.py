@@ -164,7 +164,9 @@ class _Token:
 class _Head:
     """A key/value head of a row, with the query heads that share it (`group`): its memory, and the
     places of its window, each with a token or `None`: the document's first tokens, the kept ones,
-    right-aligned, and the segments."""
+    right-aligned, and the segments. `state`: before the call, of which this is head `head` of the
+    row `row`; `window`: its sizes; `options`: what all heads share, by name: rule, score, numbers
+    and tables."""
 
     def __init__(self, state, row, head, window, options):
         self.length, self.local_segments, self.sink_tokens, self.kept_tokens = window
@@ -194,8 +196,9 @@ class _Head:
 
     def read(self, queries, held, gate, attention_mask, position_ids, memory_mask):
         """The outputs, `[group, value_dim]`, of tokens of which these are `held`: a [`_Token`]'s
-        fields, `[tokens, …]`; `queries`: `[group, tokens, head_dim]`; masks and positions: lists,
-        `None` as of [`infini_attention`]."""
+        fields, `[tokens, …]`; `queries`: `[group, tokens, head_dim]`; `gate`: `[group]`, or `None`
+        without a memory; `attention_mask`, `position_ids`, `memory_mask`: lists of a number for
+        each token, `None` as of [`infini_attention`]."""
         for number in range(queries.shape[1]):
             if attention_mask is not None and not attention_mask[number]:
                 yield queries.new_zeros(len(queries), held[1].shape[-1])
@@ -288,8 +291,8 @@ class _Head:
                 token.score = token.score + received
 
     def turned(self, states, seen):
-        """Queries or keys turned by their places in the window; sinks come right before what is
-        kept."""
+        """Queries or keys, `states` `[…, tokens, head_dim]`, turned by their places in the window,
+        `seen`; sinks come right before what is kept."""
         if self.of.rotary is None:
             return states
         empty = self.places[self.sink_tokens : self.ahead].count(None)
@@ -299,7 +302,8 @@ class _Head:
         return self.of.turn(states, *(table[at] for table in tables))
 
     def features(self, states, log_weights=0):
-        """The memory's queries or keys, `[heads, tokens, head_dim]`."""
+        """The features of `states`, queries or keys, `[heads, tokens, head_dim]`; `log_weights`:
+        of keys, `[heads, tokens, rates]`, or 0."""
         return self.of.rule.naive_features(states, log_weights, self.of.feature_map, self.of.eps)
 
     def write(self, segment):

@@ -30,7 +30,7 @@ def sinusoidal_encoding(positions: Tensor, width: int) -> Tensor:
 def relative_key_bias(query: Tensor, table: Tensor, distance: Tensor) -> Tensor:
     """query_i · a_ij, `[batch, heads, query, key]`: each query `[batch, heads, query, head_dim]`
     meets each row of the table w, `[max_distance + 1, head_dim]`, once; the last stands for all
-    distances from `max_distance` on."""
+    distances from `max_distance` on. `distance`: `[query, key]` int64, in tokens."""
     products = query @ table.to(query.dtype).T  # [batch, heads, query, max_distance + 1]
     index = distance.clamp(0, table.shape[0] - 1).expand(*query.shape[:2], -1, -1)
     return products.gather(-1, index)
@@ -57,8 +57,8 @@ def rotation(
 ) -> tuple[Tensor, Tensor]:
     """The cosines and sines by which [`rotate`] turns heads of `width` numbers, which must be even:
     factors of a number, and of its partner in the pair. Of positions `[batch or 1, tokens]` they
-    are `[batch or 1, 1, tokens, width]` each, of `[tokens]` they are `[tokens, width]`; theta: base
-    of the wavelengths."""
+    are `[batch or 1, 1, tokens, width]` each, of `[tokens]` they are `[tokens, width]`; dtype: of
+    both; theta: base of the wavelengths."""
     angles = _angles(positions, width, theta)
     angles = angles.unsqueeze(1) if positions.dim() == 2 else angles
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)

@@ -265,7 +265,7 @@ class InfiniState:
             None if part is None else (*part.shape[:2], places, part.shape[3])
             for part in tokens[:4]
         ]
-        wanted: dict[str, Any] = dict(zip(WINDOWS, shapes, strict=True))
+        wanted: dict[str, tuple[int, ...] | None] = dict(zip(WINDOWS, shapes, strict=True))
         heads, width = tokens.key.shape[:2], tokens.key.shape[3]
         wanted["memory"] = (*heads, width if rule.holds else 0, tokens.value.shape[3])
         wanted["normaliser"] = (*heads, width if rule.normalised else 0)

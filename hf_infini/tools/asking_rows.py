@@ -4,7 +4,7 @@ asked for at its end."""
 import functools
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +85,14 @@ def asking_rows(
 def asking_row(
     rng: random.Random,
     encode: Callable[[Sequence[str]], Sequence],
-    take: Callable[[int], Any],
+    take: Callable[[int], Iterable[int]],
     length: int,
     language: str,
 ) -> tuple[list[int], list[tuple[str, Span, Span]]]:
     """A row of `length` tokens, and of each question, in order, the answer, and where it is stated
-    and asked for; ValueError where the facts and their questions are longer. `encode` gives the ids
-    of several texts, `take` so many ids of running text; `language`: of the facts, a key of
-    [`fact_forms`]."""
+    and asked for; ValueError where the facts and their questions are longer. `rng`: draws facts and
+    places; `encode` gives the ids of several texts, `take` so many ids of running text; `language`:
+    of the facts, a key of [`fact_forms`]."""
     facts = [invented_fact(rng, language) for _ in range(max(1, length // TOKENS_PER_FACT))]
     pieces = [
         list(ids)
@@ -132,7 +132,8 @@ def asking_row(
 
 
 def invented_fact(rng: random.Random, language: str) -> tuple[str, str]:
-    """The beginning of a sentence, and what it ends with."""
+    """The beginning of a sentence, and what it ends with, as drawn by `rng`; `language`: a key of
+    [`fact_forms`]."""
     words = fact_forms()[language]
 
     def drawn(match: re.Match) -> str:

@@ -62,7 +62,7 @@ def keys_of(model: torch.nn.Module, each: Iterable[Iterable[object]]) -> list[st
 
 
 def note(path: Path, **about) -> None:
-    """Writes beside an entry what it is of, for [`listed`]."""
+    """Writes beside an entry, the file or folder `path`, what it is of, `about`, for [`listed`]."""
     with replacing(path.with_name(f"{path.name.partition('.')[0]}.json")) as file:
         file.write_text(json.dumps(about), encoding="utf-8")
 
@@ -91,7 +91,7 @@ def entries(folder: Path) -> list[Kept]:
 
 
 def listed(kept: Iterable[Kept]) -> str:
-    """A table of entries."""
+    """A table of entries, those that are `kept`, in this order."""
     lines = [f"{'name':<12}  {'kind':<6} {'size':>11}  {'age':<10}  of"]
     for one in kept:
         age = time.time() - one.written
@@ -106,8 +106,8 @@ def listed(kept: Iterable[Kept]) -> str:
 
 
 def chosen(kept: list[Kept], names: Iterable[str]) -> list[Kept]:
-    """The entries with these names or beginnings of them; "all": every one. ValueError where a
-    name is of none or of several."""
+    """Those of the entries that are `kept` with these `names` or beginnings of them; "all": every
+    one. ValueError where a name is of none or of several."""
     found = []
     for name in names:
         fitting = [one for one in kept if name == "all" or one.name.startswith(name)]
@@ -121,7 +121,7 @@ def chosen(kept: list[Kept], names: Iterable[str]) -> list[Kept]:
 
 
 def remove(kept: Iterable[Kept]) -> None:
-    """Removes entries with all of their files."""
+    """Removes the entries `kept` with all of their files."""
     for path in (path for one in kept for path in one.paths):
         if path.is_dir():
             shutil.rmtree(path)

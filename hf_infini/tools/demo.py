@@ -190,7 +190,7 @@ class Demo:
         return page
 
 
-def _refusal(error: Any, files: Sequence[str] = ()) -> gradio.Error:
+def _refusal(error: str | BaseException, files: Sequence[str] = ()) -> gradio.Error:
     """What the page says, which takes it for HTML; the files are copies, and have their own names
     in folders that nobody knows."""
     said = str(error) or type(error).__name__

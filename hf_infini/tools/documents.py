@@ -151,7 +151,9 @@ def _pdf_text(content: bytes, path: Path) -> str:
 
 
 class _HTMLText(HTMLParser):
-    """Collects what a browser shows, in one pass: a page may nest deeper than a tree can."""
+    """Collects what a browser shows, in one pass: a page may nest deeper than a tree can. The
+    parser calls its methods with the name of an element, `tag`, and its attributes, `attrs`; or
+    with `data`: text, or what a declaration holds."""
 
     def __init__(self):
         super().__init__()

@@ -183,7 +183,7 @@ def shares_of_layers(
     peaks: dict[int, float], count: int, levels: Sequence[float] = LEVELS
 ) -> list[float]:
     """How much each of `count` layers keeps, beside the mean of those with a memory: `peaks`, the
-    root mean squares of their targets, rounded to these shares of the largest."""
+    root mean squares of their targets, rounded to the `levels`, shares of the largest."""
     largest, least = max(peaks.values()), torch.finfo(torch.double).tiny
     near = {
         layer: math.log(max(peak, least) / max(largest, least)) for layer, peak in peaks.items()

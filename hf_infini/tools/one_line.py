@@ -43,8 +43,8 @@ def while_(
     remedy: str | Callable[[], str] = "",
     kept: str | Callable[[], str] = "nothing was kept",
 ) -> Iterator[None]:
-    """Makes what ends the block an [`Ended`], of the innermost step; arguments as there, and
-    `remedy` and `kept` may be asked for when they are needed."""
+    """Makes what ends the block an [`Ended`], of the innermost step; `doing`, `subject`, `remedy`,
+    `kept`: as there, and the last two may be functions, called when they are needed."""
     try:
         yield
     except (Ended, SystemExit, GeneratorExit, BrokenPipeError):
@@ -58,15 +58,15 @@ def while_(
 
 
 def say(message: str) -> None:
-    """A line on standard error, if there is one."""
+    """Writes the `message` as a line on standard error, if there is one."""
     if sys.stderr is not None:
         print(message, file=sys.stderr, flush=True)
 
 
 def run(app: Callable[..., object]) -> None:
-    """Runs a Typer application with the words of the command line, and ends the process: with
-    status 0; 1 after an error, without a word where nobody reads the output any more; 2 where the
-    words are wrong; 130 after Ctrl-C. `--traceback` among the words shows where an error comes
+    """Runs a Typer application, `app`, with the words of the command line, and ends the process:
+    with status 0; 1 after an error, without a word where nobody reads the output any more; 2 where
+    the words are wrong; 130 after Ctrl-C. `--traceback` among the words shows where an error comes
     from."""
     words = sys.argv[1:]
     texts = words[words.index("--") :] if "--" in words else []  # what follows is no option

@@ -25,7 +25,7 @@ from ..compat.cache_name import CACHE
 from ..models.base import memory_mask_of
 from ..ops.layout.grid import segment_layout
 from ..ops.state import OF_LAYER, InfiniState, Tokens, bool_mask
-from ..options import check_number, first_layers
+from ..options import Window, check_number, first_layers
 
 # What loading or saving writes into a configuration, perhaps on one rank only
 SAVED = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
@@ -95,8 +95,9 @@ def check_shards(config: PreTrainedConfig, tokens: int | None = None, size: int 
 
 class ShardCache(InfiniCache):
     """What the ranks before this one leave: the cache of one call of a model on one shard, made by
-    [`shard_rows`], whose arguments and errors it has. In a call, ValueError on every rank where
-    they differ in model, versions or rows, or a shard does not fit."""
+    [`shard_rows`], whose errors it has. In a call, ValueError on every rank where they differ in
+    model, versions or rows, or a shard does not fit. `config`, `batch`, `group`: as of
+    [`shard_rows`]."""
 
     def __init__(self, config: PreTrainedConfig, batch: Mapping[str, Tensor], group):
         self.group, self.rank, self.size = (
@@ -114,8 +115,8 @@ class ShardCache(InfiniCache):
         )
         # By window, from the call on: the layout of all columns before this shard, and the state
         # that the call's continues
-        self.layouts_before: dict[Any, Any] = {}
-        self.before: dict[Any, InfiniState] = {}
+        self.layouts_before: dict[Window, Any] = {}
+        self.before: dict[Window, InfiniState] = {}
         self.shape = (rows, self.end - self.first)
         for layer in self.layers:
             layer.columns = self.first
@@ -149,8 +150,8 @@ class ShardCache(InfiniCache):
     def begin(
         self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]
     ) -> None:
-        """Finds the state that the layout of a call of `[batch, tokens]` continues; masks as of
-        [`segment_layout`]."""
+        """Finds the state that the layout of a call of `[batch, tokens]` on a `device` continues;
+        `masks`: as of [`segment_layout`], by name."""
         if self.anchors:
             raise ValueError("a ShardCache is for one call: make one for each, as shard_rows does.")
         if torch.compiler.is_compiling():
@@ -182,7 +183,8 @@ class ShardCache(InfiniCache):
     def check_agreement(
         self, batch: int, device: torch.device, masks: dict[str, Tensor | None]
     ) -> None:
-        """ValueError on every rank unless all call the same model on shards of the same rows."""
+        """ValueError on every rank unless all call the same model on shards of the same rows.
+        `batch`, `device`, `masks`: as of [`ShardCache.begin`]."""
         from .. import __version__
 
         autocast = (
@@ -255,8 +257,9 @@ class ShardCache(InfiniCache):
         return Received.apply(self, self.anchors[name], *parts) if needed else parts
 
     def passed_on(self, name: Hashable, output: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """The `output`, once these parts are with the rank after this one. Its backward pass gets
-        their gradients first, so that all ranks come to each exchange in the same order."""
+        """The `output`, once these `parts` are with the rank after this one, by this `name`. Its
+        backward pass gets their gradients first, so that all ranks come to each exchange in the
+        same order."""
         if self.rank + 1 == self.size:
             return output
         if name not in self.sent:
@@ -267,7 +270,9 @@ class ShardCache(InfiniCache):
 
 
 class Received(Function):
-    """The parts that have arrived from the rank before, to which their gradients go back."""
+    """The `parts` that have arrived from the rank before, to which their `gradients` go back.
+    `cache`: of this rank; `anchor`: a number that requires a gradient, so that there is a backward
+    pass."""
 
     @staticmethod
     def forward(ctx, cache: ShardCache, anchor: Tensor, *parts: Tensor):
@@ -283,7 +288,8 @@ class Received(Function):
 
 
 class PassedOn(Function):
-    """The output beside these parts, whose gradients come from the rank after this one."""
+    """The `output`, with its `gradient`, beside these `parts`, whose gradients come from the rank
+    after this one. `cache`, `anchor`: as of [`Received`]."""
 
     @staticmethod
     def forward(ctx, cache: ShardCache, anchor: Tensor, output: Tensor, *parts: Tensor):
@@ -302,7 +308,8 @@ class PassedOn(Function):
 
 
 def transfer(operation: Callable, parts: Sequence[Tensor], rank: int, group) -> None:
-    """Sends these tensors to a rank of the group, or receives them from it."""
+    """Sends these tensors, `parts`, to a `rank` of the `group` (`None`: of all), or receives them
+    from it; `operation`: `distributed.isend` or `irecv`."""
     parts = [part.contiguous() for part in parts if part.numel()]
     operations = [
         distributed.P2POp(operation, part, group=group, group_peer=rank) for part in parts

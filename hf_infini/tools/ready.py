@@ -122,7 +122,8 @@ def load_saved(model: str, device: str, dtype: str):
 
 
 def has_memory(model: str, config, adapter: str | None, kept_tokens: int | None) -> bool:
-    """Whether a model has a memory; ValueError where it has one and options of one are given."""
+    """Whether a model has a memory, as its `config` says; ValueError where it has one and options
+    of one are given. `model`, `adapter`, `kept_tokens`: as of [`load_ready`]."""
     if not hasattr(config, "infini_layers"):
         return False
     if adapter is not None or kept_tokens is not None:
@@ -133,14 +134,16 @@ def has_memory(model: str, config, adapter: str | None, kept_tokens: int | None)
 
 
 def adapted(net, adapter: str, kept_tokens: int | None):
-    """A plain model with an adapter's memory, and PEFT's adapter in its weights."""
+    """A plain model, `net`, with the memory of an `adapter`, a folder or a name of the Hub, and
+    PEFT's adapter in its weights; `kept_tokens`: `None` is as many as the adapter has."""
     with while_("loading the adapter", adapter, lambda: what_helps(adapter)):
         place = find_folder(adapter, "adapter folder") or adapter
         return merged(load_adapter(net, str(place), kept_tokens=kept_tokens))
 
 
 def fit_score(net, tokenizer, text: str, folder: Path, kept_tokens: int) -> None:
-    """Gives a plain model a window and kept tokens, fits their score, and writes it."""
+    """Gives a plain model, `net`, a window and `kept_tokens`, fits their score on rows of `text`
+    by its `tokenizer`, and writes it into a `folder`, as an adapter."""
     if hasattr(net.config, "infini_layers"):
         raise ValueError("this model has a memory already; a score is fitted for a plain one.")
     options = WINDOW | {"kept_tokens": kept_tokens, "keep_score": "learned"}
@@ -154,7 +157,7 @@ def fit_score(net, tokenizer, text: str, folder: Path, kept_tokens: int) -> None
 
 
 def what_helps(name: str) -> str:
-    """What helps where something cannot be loaded: which file is damaged, if one is."""
+    """What helps where the folder `name` cannot be loaded: which file is damaged, if one is."""
     place = Path(name).expanduser()
     if not place.exists():
         return f"There is no folder {name} in {Path.cwd()}, either."

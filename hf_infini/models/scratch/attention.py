@@ -201,9 +201,9 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
     ) -> HeadParts:
-        """Scores, weights and context vectors of global or local attention, step by step; arguments
-        as of `forward`. A relative key is added to the key, whatever the score; ALiBi's and T5's
-        biases are added to the score."""
+        """Scores, weights and context vectors of global or local attention, step by step. A
+        relative key is added to the key, whatever the score; ALiBi's and T5's biases are added to
+        the score. `hidden_states`, `mask`, `position_ids`, `cache`: as of `forward`."""
         query, key, value = self._with_cached(hidden_states, position_ids, cache)
         mask, distance = self._visible(query, key, mask)
         learned: list[Any] = [
@@ -233,7 +233,8 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
     def inputs_outside_model(
         self, hidden_states: Tensor, position_ids=None, return_weights: bool = False
     ) -> SharedInputs:
-        """What a model would have made for this layer; arguments as of `forward`."""
+        """What a model would have made for this layer. `hidden_states`, `position_ids`: as of
+        `forward`; `return_weights`: whether the layer returns its local weights."""
         batch, tokens = hidden_states.shape[:2]
         layout = segment_layout(
             batch, tokens, self.window, position_ids=position_ids, device=hidden_states.device

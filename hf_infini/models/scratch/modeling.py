@@ -34,7 +34,7 @@ from .configuration import CausalMHAConfig
 
 class CausalMHABlock(GradientCheckpointingLayer):
     """`Y = X + MHA(LN(X))`, `Z = Y + FFN(LN(Y))` with GPT-J's FFN; with `attention="none"` only the
-    second half."""
+    second half. `config`: of the model; `layer_idx`: which of its layers this is, from 0."""
 
     def __init__(self, config: CausalMHAConfig, layer_idx: int):
         super().__init__()
@@ -56,7 +56,9 @@ class CausalMHABlock(GradientCheckpointingLayer):
         cache: Cache | None = None,
         **visible,
     ) -> Tensor:
-        """`[batch, tokens, n_embd]` to the same; `visible`: the attention's arguments by name."""
+        """The layer's output, of the shape of `hidden_states`, `[batch, tokens, n_embd]`; `cache`:
+        of the model; `visible`: the attention's other arguments, by name. With `output_attentions`
+        the attention computes its weights, which hooks record."""
         if hasattr(self, "attn"):
             output = self.attn(
                 self.ln_1(hidden_states),
@@ -74,7 +76,7 @@ class CausalMHABlock(GradientCheckpointingLayer):
 
 
 class CausalMHAPreTrainedModel(SavedModelMixin, PreTrainedModel):
-    """What both models share: the configuration, and the first values of the weights."""
+    """What both models share: the configuration, `config`, and the first values of the weights."""
 
     config: CausalMHAConfig
     config_class = CausalMHAConfig
@@ -110,8 +112,8 @@ class CausalMHAPreTrainedModel(SavedModelMixin, PreTrainedModel):
 
 
 class CausalMHAModel(CausalMHAPreTrainedModel):
-    """Embeddings, decoder blocks and a last norm; see [`CausalMHAConfig`] for what its heads can
-    be."""
+    """Embeddings, decoder blocks and a last norm; see [`CausalMHAConfig`], of which `config` is
+    one, for what its heads can be."""
 
     def __init__(self, config: CausalMHAConfig):
         super().__init__(config)
@@ -148,6 +150,8 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             position_ids: `[batch, tokens]`; without them a row's real tokens are counted. Without
                 mask and cache, positions that go back begin a new document that sees nothing of the
                 one before (packing).
+            output_attentions: whether the layers' weights are among the outputs; `None`: as the
+                configuration says.
             memory_mask: as of [`InfiniModelMixin`], with `attention="infini"` only.
 
         Raises:
@@ -255,7 +259,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
 
 
 class CausalMHAForCausalLM(MemoryGenerationMixin, CausalMHAPreTrainedModel, GenerationMixin):
-    """[`CausalMHAModel`] with a head that gives the next token's logits."""
+    """[`CausalMHAModel`] of this `config` with a head that gives the next token's logits."""
 
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
 

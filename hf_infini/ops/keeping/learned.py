@@ -15,7 +15,8 @@ class Score(TokenScore):
 
     def of_inputs(self, inputs: Tensor, *, keep_weight: Tensor) -> Tensor:
         """In float64, where the order of a sum changes little, and rounded, which also takes in
-        what calls of other lengths change in the inputs of later layers."""
+        what calls of other lengths change in the inputs of later layers. `inputs`: x, `[B, tokens,
+        width]`; `keep_weight`: w, `[K, width]`."""
         # Apple's GPUs have no float64
         wide = torch.float32 if inputs.device.type == "mps" else torch.float64
         with torch.autocast(inputs.device.type, enabled=False):

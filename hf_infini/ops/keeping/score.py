@@ -27,8 +27,8 @@ class TokenScore:
     learns: ClassVar[tuple[str, ...]] = ()
 
     def of_inputs(self, inputs: Tensor, **parameters: Tensor) -> Tensor:
-        """`learned_score`, `[B, K, tokens]`, of the layer's input `[B, tokens, width]` and what it
-        [`learns`]."""
+        """`learned_score`, `[B, K, tokens]`. `inputs`: of the layer's projections, `[B, tokens,
+        width]`; `parameters`: what it [`learns`], by name, `[K, width]` each."""
         raise NotImplementedError
 
     def first(self, key: Tensor, value: Tensor, learned_score: Tensor | None) -> Tensor:
@@ -40,7 +40,7 @@ class TokenScore:
     def final(self, score: Tensor, position: Tensor, queries: Tensor, window: Window) -> Tensor:
         """`[…, C, R]`: what remains of the scores of tokens that leave the window. score: `[…, C,
         R]`; position: the tokens' numbers in their document, `[…, C, 1]`; queries: how many have
-        seen each, `[C, 1]`."""
+        seen each, `[C, 1]`; window: its sizes."""
         return score
 
     # The reference, which uses nothing of the above: single tokens
@@ -53,8 +53,8 @@ class TokenScore:
     def naive_final(
         self, score: list[Tensor], number: int, queries: int, kept_tokens: int
     ) -> list[Tensor]:
-        """Those of a token that leaves: the `number`-th of its document, seen by so many
-        `queries`."""
+        """Those of a token that leaves the window. `score`: before; `number`: of the token in its
+        document; `queries`: how many have seen it; `kept_tokens`: places for kept tokens."""
         return score
 
 
@@ -91,14 +91,14 @@ class Composition(TokenScore):
 
 
 def rounded(score: Tensor) -> Tensor:
-    """Scores in float32, to 15 binary digits. Which tokens are kept must depend on the text only,
-    and of equal tokens, whose scores must be equal, the earlier is kept. But a product of many rows
-    adds up in another order than one of a single row."""
+    """Scores, `score` of any shape, in float32, to 15 binary digits. Which tokens are kept must
+    depend on the text only, and of equal tokens, whose scores must be equal, the earlier is kept.
+    But a product of many rows adds up in another order than one of a single row."""
     return (score.float().view(torch.int32) + 2**8 & -(2**9)).view(torch.float32)  # of 24
 
 
 def naive_rounded(score: Tensor) -> Tensor:
-    """[`rounded`], by the digits themselves."""
+    """[`rounded`], by the digits themselves; `score`: of any shape."""
     digits, exponent = torch.frexp(score.float())
     whole = (digits.abs() * 2**15 + 0.5).floor() * digits.sign()
     return torch.ldexp(whole, exponent - 15)

@@ -123,8 +123,9 @@ class GridLayout(Layout):
         return rows[:, self.carried : self.carried + self.tokens].transpose(1, 2)
 
     def rows_at(self, index: Tensor, new: Tensor, window: Tensor) -> Tensor:
-        """The rows of the state's window and the call's tokens, `[batch, heads, …, dim]`, at
-        `index` `[batch or 1, …]`: `[batch, …, heads, dim]`, zero at −1."""
+        """The rows of the state's `window`, `[batch, heads, places, dim]`, and of `new`, the call's
+        tokens, `[batch, heads, tokens, dim]`, at `index` `[batch or 1, …]`: `[batch, …, heads,
+        dim]`, zero at −1."""
         rows = torch.cat([window[:, :, : self.carried_to], new], 2) if self.carried_to else new
         batch = torch.arange(self.batch, device=rows.device).view(-1, *(1,) * (index.dim() - 1))
         # Advanced indices, whose gradient is summed in a fixed order
@@ -162,7 +163,8 @@ class GridLayout(Layout):
 
     def window_mask(self, begin: int, end: int) -> Tensor | None:
         """`[batch or 1, s, 1, C, W]` bool, which slots of its window (sinks first) each query of
-        these segments sees, without kept tokens; `None`: a full one up to its own slot."""
+        the segments `begin … end` sees, without kept tokens; `None`: a full one up to its own
+        slot."""
         if not (self.window.local_segments or self.window.ahead):
             return None
         segments = torch.arange(begin, end, device=self.tokens_seen.device)
@@ -219,13 +221,13 @@ class GridLayout(Layout):
         return reading[:, 1:] == reading[:, :-1] if self.packed else None
 
     def next_window(self, new: Tensor, window: Tensor) -> Tensor:
-        """The next state's window, but for what is kept, of the call's tokens and the window,
-        `[batch, heads, …, dim]`."""
+        """The next state's window, but for what is kept. `new`: of the call's tokens, `[batch,
+        heads, tokens, dim]`; `window`: of the state's, `[batch, heads, places, dim]`."""
         return self.rows_at(self.window_rows, new, window).transpose(1, 2).contiguous()
 
     def sinks(self, new: Tensor, window: Tensor) -> Tensor:
-        """The sinks that segments see, `[batch, segments or 1, S, heads, dim]`; arguments as of
-        `next_window`."""
+        """The sinks that segments see, `[batch, segments or 1, S, heads, dim]`; `new`, `window`: as
+        of `next_window`."""
         return self.rows_at(self.sink_rows, new, window)
 
     @property
@@ -241,8 +243,8 @@ class GridLayout(Layout):
 
     def windows(self, new: Tensor, window: Tensor) -> Tensor:
         """What the queries of each segment see, but for what is kept, `[batch, segments, heads, S +
-        (w + 1) · slots, dim]`: sinks, then the segments of the window, the oldest first. Arguments
-        as of `next_window`."""
+        (w + 1) · slots, dim]`: sinks, then the segments of the window, the oldest first. `new`,
+        `window`: as of `next_window`."""
         grid = pad(self.to_grid(new, window), (0,) * 6 + (self.window.local_segments, 0)).transpose(
             2, 3
         )

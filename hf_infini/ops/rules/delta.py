@@ -10,7 +10,8 @@ class Rule(MemoryRule):
     update_rule = "delta"
 
     def states(self, written, memory, normaliser, continues=None):
-        """The rule is affine in M, so that the loop over segments touches the state only."""
+        """The rule is affine in M, so that the loop over segments touches the state only.
+        `written`, `memory`, `normaliser`, `continues`: as of [`MemoryRule.states`]."""
         features, value, _ = written
         normalisers, last_normaliser = running_sum(features.sum(-2), normaliser, continues)
         scaled = features / (

@@ -40,7 +40,9 @@ class Rule(MemoryRule):
     def written(
         self, key: Tensor, value: Tensor, log_weight: Tensor | None, mask: Tensor | None = None
     ) -> Written:
-        """σ(k) beside log β and log α, all of them zero for tokens that are not written."""
+        """σ(k) beside log β and log α, all of them zero for tokens that are not written. `key`,
+        `value`, `mask`: as of [`MemoryRule.written`]; `log_weight`: log β and log α, `[B, N, K, C,
+        2]`, or `None`, zeros."""
         features = self.features(key)
         log_weight = (
             features.new_zeros(*key.shape[:-1], 2)
@@ -66,12 +68,15 @@ class Rule(MemoryRule):
 
     @classmethod
     def parameters(cls, heads: int, width: int) -> dict[str, Tensor]:
-        """What the layer's input is multiplied by, and what is added, for the logits of β and α."""
+        """What the layer's input is multiplied by, and what is added, for the logits of β and α;
+        `heads`, `width`: as of [`MemoryRule.parameters`]."""
         bias = torch.tensor(RATES).expand(heads, -1)
         return {"memory_rates": torch.zeros(heads, 2, width), "memory_rates_bias": bias}
 
     @staticmethod
     def log_rates(inputs: Tensor, memory_rates: Tensor, memory_rates_bias: Tensor) -> Tensor:
+        """log β and log α, `[B, K, tokens, 2]`. `inputs`: of the layer, `[B, tokens, width]`;
+        `memory_rates`, `memory_rates_bias`: `[K, 2, width]` and `[K, 2]`."""
         logits = F.linear(inputs, memory_rates.flatten(0, 1), memory_rates_bias.flatten())
         return F.logsigmoid(logits).unflatten(-1, (-1, 2)).transpose(1, 2)
 

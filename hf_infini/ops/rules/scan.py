@@ -19,8 +19,9 @@ class DeltaScan(Function):
     −g_{n+1} M_nᵀ.
 
     Only changes are multiplied: a product of the whole state would round it once more at every
-    block. Of T `[B, N, K, D, E]`, B `[B, N, K, D, D]`, M_0 `[B, K, D, E]` and `continues`, as in
-    [`MemoryRule.states`]: M before each and the last.
+    block. It gives M before each block, `[B, N, K, D, E]`, and after the last, `[B, K, D, E]`;
+    `memories_gradient` and `gradient` are theirs. `target`: T, `[B, N, K, D, E]`; `factor`: B, `[B,
+    N, K, D, D]`; `incoming`: M_0, `[B, K, D, E]`; `continues`: as of [`MemoryRule.states`].
     """
 
     @staticmethod

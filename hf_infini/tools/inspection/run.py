@@ -189,7 +189,7 @@ def softmax_parts(
 ) -> dict[str, Tensor]:
     """Scores, weights and heads of softmax(scaling · Q Kᵀ) V, of query `[B, H, T, D]` and key `[B,
     K, T, D]` as they are compared, and value `[B, K, T, D]`; mask: bool, True = visible, broadcast;
-    `None`: what causality leaves."""
+    `None`: what causality leaves; scaling, softcap: as of [`ScoreOptions`]."""
     groups = query.shape[1] // key.shape[1]
     query, key, value = (
         _widen(query),
@@ -304,7 +304,7 @@ def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
     return torch.where(here.unsqueeze(1), fates, NONE).to(torch.int8)
 
 
-def _widen(tensor: Any) -> Tensor:
+def _widen(tensor: Tensor) -> Tensor:
     return (
         tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         if tensor.is_floating_point()
