@@ -100,16 +100,22 @@ _open: list[None] = []
 
 
 @contextlib.contextmanager
-def one_segment(tokens: int) -> Iterator[None]:
-    """Within it, the windows of all models are one segment of so many tokens in calls of this
-    thread or task, so that the softmax sees all of a text that is no longer."""
-    before = _segment.set(tokens)
-    _open.append(None)
+def set_here(variable: ContextVar, value: object, opened: list[None]) -> Iterator[None]:
+    """Within it, a context `variable` has this `value`, in this thread or task; `opened` has an
+    entry more then, for the whole process."""
+    before = variable.set(value)
+    opened.append(None)
     try:
         yield
     finally:
-        _open.pop()
-        _segment.reset(before)
+        opened.pop()
+        variable.reset(before)
+
+
+def one_segment(tokens: int) -> contextlib.AbstractContextManager[None]:
+    """Within it, the windows of all models are one segment of so many `tokens` in calls of this
+    thread or task, so that the softmax sees all of a text that is no longer."""
+    return set_here(_segment, tokens, _open)
 
 
 SINKS, LONGEST_WINDOW, SHORT_SEGMENT = 4, 256, 64  # tokens; see `options_of_cache`

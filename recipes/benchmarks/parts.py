@@ -173,24 +173,22 @@ def _archived(how, dtype: str) -> Iterator[list[dict]]:
         cache.save_pretrained(file := Path(folder, "text.safetensors"), built)
         held = {"in memory": cache, "in a file": InfiniCache.from_pretrained(file, built)}
         for context in contexts:
-            yield _recalled(how, built, held, question, context // length * length, dtype)
+            yield _recalled(how, built, held, question, context // length, dtype)
 
 
-def _recalled(how, built, held: Mapping, question, context: int, dtype: str) -> list[dict]:
+def _recalled(how, built, held: Mapping, question, times: int, dtype: str) -> list[dict]:
+    caches = {f"recall, {where}": models.repeated(cache, times) for where, cache in held.items()}
+    [row] = next(iter(caches.values())).archive.rows()
+    context = sum(each.tokens for each in row.documents)
     work = f"recall, {how.model}; its ratio is to an answer of {ANSWER} tokens"
     same = {"work": work, "tokens": context, "dtype": dtype}
-    caches = {
-        f"recall, {where}": models.repeated(cache, context // cache.archive.rows()[0].tokens)
-        for where, cache in held.items()
-    }
     runs = {name: lambda cache=cache: cache.recall(question) for name, cache in caches.items()}
     first = next(iter(runs.values()))()
     runs["answer"] = models.new_tokens(built, first, 1, ANSWER)
     rows = {name: {**same, "name": name} for name in runs}
-    for name, cache in caches.items():
-        [row] = cache.archive.rows()
-        per_token = row.block_bytes // BLOCK_TOKENS
-        rows[name] |= {"cache_bytes": cache_bytes(first), "archive_bytes": context * per_token}
+    size = {"archive_bytes": context * (row.block_bytes // BLOCK_TOKENS)}
+    for name in caches:
+        rows[name] |= {"cache_bytes": cache_bytes(first), **size}
     return compared(rows, _times(how, runs), "answer")
 
 

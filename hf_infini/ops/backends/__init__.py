@@ -2,15 +2,16 @@
 (grid.py), or fused kernels (triton/); and which of them does, the first of [`BACKENDS`] that
 fits."""
 
-import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from importlib import import_module
 
 import torch
 
+from ...options import set_here
 from ..equations import MemoryRule
 from ..layout.grid import GridLayout
 from ..layout.step import StepLayout
@@ -27,17 +28,10 @@ _forced: ContextVar[str | Run | None] = ContextVar("forced backend", default=Non
 _open: list[None] = []
 
 
-@contextlib.contextmanager
-def forced_backend(backend: str | Run) -> Iterator[None]:
+def forced_backend(backend: str | Run) -> AbstractContextManager[None]:
     """Within it, calls of this thread or task are computed by this function, or by the backend of
     this name; ValueError where it does not fit. In a graph of torch.compile it is a break."""
-    before = _forced.set(backend)
-    _open.append(None)
-    try:
-        yield
-    finally:
-        _open.pop()
-        _forced.reset(before)
+    return set_here(_forced, backend, _open)
 
 
 def attend(call: AttentionCall) -> Attended:
