@@ -9,7 +9,6 @@ are recalled are read.
 
 import bisect
 import itertools
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from ..ops.recall import (
 )
 from ..ops.state import InfiniState, Tokens
 from ..options import Window
-from .block_file import BlockFile, Stored
+from .block_file import BlockFile, Stored, check_free
 
 # Tokens of calls after which they become blocks, which on an accelerator waits for it
 PENDING_TOKENS = 256
@@ -247,7 +246,7 @@ class Archive:
                 f"the archive has keys and values in {before.parts[0].dtype}, and this call "
                 f"computes {new.parts[0].dtype}: read the whole text under one autocast."
             )
-        file = None if self.file is None else BlockFile(self.file, new.block_bytes)
+        file = None if self.file is None else BlockFile.at(self.file, new.block_bytes)
         return before.and_then(new, file)
 
     def rows_of(self, seen: Tensor) -> tuple[Row, ...]:
@@ -274,14 +273,17 @@ class Archive:
 
     def at(self, file: Path | None) -> "Archive":
         """The archive whose one row goes on in this file, which nobody else may write, with the
-        blocks that it has; `None`: in host memory."""
+        blocks that it has; `None`: in host memory. FileExistsError where it is somebody's."""
         rows = self.rows()
-        if file is not None and file.exists():
-            used = sum(row.block_bytes * len(row.blocks) for row in rows)
-            os.truncate(file, min(used, file.stat().st_size))
-        if file is not None and rows:
+        if file is None:
+            return Archive(rows)
+        there = BlockFile.at(file, rows[0].block_bytes if rows else 0)
+        of_rows = [block for row in rows for block in row.blocks]
+        if not any(isinstance(block, Stored) and block.file == there for block in of_rows):
+            check_free(file)
+        there.keep(len(of_rows))
+        if rows:
             [row] = rows
-            there = BlockFile(file, row.block_bytes)
             blocks = [
                 block
                 if isinstance(block, Stored) and block.file == there and block.place == number

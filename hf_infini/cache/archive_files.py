@@ -16,7 +16,7 @@ from ..ops.checks import check_types
 from ..ops.recall import BLOCK_TOKENS
 from ..options import key_heads
 from .archive import Archive, Part, Row
-from .block_file import BlockFile, Stored
+from .block_file import BlockFile, Stored, check_free, is_ours
 from .files import KIND as MEMORY
 from .files import dtype_of
 from .tensor_files import part_of
@@ -32,7 +32,7 @@ class Saved(NamedTuple):
     def remove_others(self, path: Path) -> None:
         """Removes the files of blocks of an older memory file of this name, `path`."""
         for old in archives_of(path):
-            if old.name != name_of(path).name + self.entry["suffix"]:
+            if old.name != name_of(path).name + self.entry["suffix"] and is_ours(old):
                 old.unlink(missing_ok=True)
 
 
@@ -83,8 +83,8 @@ def name_of(path: Path) -> Path:
 
 
 def archives_of(path: Path) -> list[Path]:
-    """The files of blocks of the memory file `path`: the one of a reader, and others that are
-    there."""
+    """Where the memory file `path` has its blocks: in the one of a reader, or in others that are
+    there. A user may have files of these names, too: see [`is_ours`]."""
     names = glob.escape(path.name)
     return [
         path.with_name(f"{path.name}.archive"),
@@ -106,8 +106,9 @@ def _written(rows: Sequence[Row], path: Path) -> list[Row]:
                     digest.update(places[id(block)].sha256)
         named = path.with_name(f"{path.name}.{digest.hexdigest()[:8]}.archive")
         if places:
+            check_free(named)
             os.replace(file.path, named)
-    there = BlockFile(named, rows[0].block_bytes)
+    there = file._replace(path=named)
     return [
         row._replace(blocks=tuple(places[id(block)]._replace(file=there) for block in row.blocks))
         for row in rows
@@ -158,7 +159,7 @@ def loaded(
         }
         held = {name: tensor for name, tensor in own.items() if tensor is not None}
         MEMORY.check_shapes(path, held, wanted, "its archive has")
-        file = BlockFile(path.with_name(name_of(path).name + entry["suffix"]), size)
+        file = BlockFile.at(path.with_name(name_of(path).name + entry["suffix"]), size)
         sums = [bytes(each.tolist()) for each in held["sha256"]]
         stored = tuple(
             Stored(file, *pair) for pair in zip(held["places"].tolist(), sums, strict=True)

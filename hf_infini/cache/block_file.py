@@ -1,6 +1,7 @@
 """A file of blocks of bytes, one after the other, of which any can be read by itself: it is checked
 by its own checksum when it is read, so that nothing has to go through a large file first."""
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Iterable
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from .files import KIND as MEMORY
 
+HEADER = b"blocks of an archive of hf_infini\n".ljust(64, b"\0")
+
 
 class Stored(NamedTuple):
     """A block in a file: its place there, counted in blocks, and its checksum."""
@@ -22,10 +25,16 @@ class Stored(NamedTuple):
 
 
 class BlockFile(NamedTuple):
-    """A file of blocks, all of the same size."""
+    """A file of blocks, all of the same size, behind a header by which it is known."""
 
     path: Path
     block_bytes: int
+    begins: int = len(HEADER)  # 0: without one, as earlier versions wrote it
+
+    @classmethod
+    def at(cls, path: Path, block_bytes: int) -> "BlockFile":
+        """The file at this path, as it is there or will be."""
+        return cls(path, block_bytes, len(HEADER) if is_free(path) or is_ours(path) else 0)
 
     def write(self, place: int, blocks: Tensor) -> list[Stored]:
         """Writes blocks, `[blocks, bytes]`, from this place on. After a power cut they are there
@@ -34,7 +43,9 @@ class BlockFile(NamedTuple):
         handle = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.seek(place * self.block_bytes)
+                if self.begins and not file.seek(0, os.SEEK_END):
+                    file.write(HEADER)
+                file.seek(self._offset(place))
                 file.write(bytes_of(blocks))
         except OSError as error:
             raise OSError(
@@ -43,6 +54,14 @@ class BlockFile(NamedTuple):
             ) from error
         sums = (hashlib.sha256(bytes_of(block)).digest() for block in blocks)
         return [Stored(self, place + number, each) for number, each in enumerate(sums)]
+
+    def _offset(self, place: int) -> int:
+        return self.begins + place * self.block_bytes
+
+    def keep(self, blocks: int) -> None:
+        """Cuts off what is behind so many blocks, if the file is there."""
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(self.path, min(self._offset(blocks), self.path.stat().st_size))
 
     def sync(self) -> None:
         """Waits until the disk has what was written. OSError where it cannot take it."""
@@ -55,7 +74,7 @@ class BlockFile(NamedTuple):
         try:
             with self.path.open("rb") as file:
                 for block in blocks:
-                    file.seek(block.place * self.block_bytes)
+                    file.seek(self._offset(block.place))
                     content = bytearray(self.block_bytes)
                     length = file.readinto(content)
                     if (
@@ -77,8 +96,32 @@ class BlockFile(NamedTuple):
             size = self.path.stat().st_size
         except OSError:
             MEMORY.refuse(self.path, "is gone, and the memory of its text needs it")
-        if size < (place + 1) * self.block_bytes:
+        if size < self._offset(place + 1):
             MEMORY.refuse(self.path, f"is cut off: it has {size:,} bytes only")
+
+
+def is_free(path: Path) -> bool:
+    """Whether nothing of anybody is at a path: no file, or an empty one, as a kill may leave it."""
+    return not path.exists() or path.is_file() and not path.stat().st_size
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file begins as those that are written here."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(HEADER)) == HEADER
+
+
+def check_free(path: Path) -> None:
+    """FileExistsError where a file or folder at a path is no file of blocks, which may not be
+    replaced."""
+    if not (is_free(path) or is_ours(path)):
+        raise FileExistsError(
+            f"{path} is there, and is no archive of hf_infini; what is read would go there: move "
+            "it, give the memory file another name, or read without an archive (archive=False, "
+            "--no-archive)."
+        )
 
 
 def bytes_of(block: Tensor) -> Any:

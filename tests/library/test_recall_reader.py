@@ -13,7 +13,7 @@ from corpora.tokenization import train_bpe
 from decoders import decoder
 from hf_infini import InfiniCache, patch_model
 from hf_infini.cache.archive_files import archive_bytes
-from hf_infini.cache.block_file import BlockFile
+from hf_infini.cache.block_file import HEADER, BlockFile
 from hf_infini.cache.files import MemoryFileError
 from hf_infini.tools.reader import Reader, term_numbers
 from running import sample_text
@@ -103,6 +103,75 @@ def test_a_file_is_read_with_its_archive_or_not_at_all(model, tokenizer, documen
     assert (tmp_path / "text.archive").stat().st_size < size
     without = Reader(model, tokenizer).read_document(document, file=file, progress=False)
     assert without.archive is None
+
+
+def make_file(place: Path) -> None:
+    place.write_bytes(b"tar of my notes" * 999)
+
+
+def make_folder(place: Path) -> None:
+    place.mkdir()
+    (place / "notes.txt").write_text("mine")
+
+
+def make_link(place: Path) -> None:
+    make_file(place.with_name("notes"))
+    place.symlink_to(place.with_name("notes"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("make", [make_file, make_folder, make_link])
+def test_what_has_the_name_of_an_archive_and_is_somebodys_stays(
+    make, model, tokenizer, document, tmp_path
+):
+    """A reader says it before it reads, and a cache that is saved takes another name; nothing is
+    removed."""
+    make(tmp_path / "text.archive")
+    make_file(tmp_path / "text.20260101.archive")
+    before = contents(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model.model), "forward", None)  # nothing is read
+        reader = Reader(model, tokenizer, archive=True)
+        with pytest.raises(FileExistsError, match="text.archive is there, .* move it, .*another"):
+            reader.read(document, file=tmp_path / "text", progress=False)
+    assert before.items() <= contents(tmp_path).items()
+    cache = Reader(model, tokenizer, archive=True).read(document[:900], progress=False)
+    cache.save_pretrained(tmp_path / "text", model)
+    assert before.items() < contents(tmp_path).items()
+    [name] = {path for path in {*contents(tmp_path)} - {*before} if path.endswith(".archive")}
+    # the same content has the same name
+    Path(name).unlink()
+    make(Path(name))
+    again = Reader(model, tokenizer, archive=True).read(document[:900], progress=False)
+    with pytest.raises(FileExistsError, match=f"{Path(name).name} is there"):
+        again.save_pretrained(tmp_path / "text", model)
+    assert before.items() < contents(tmp_path).items()
+
+
+def test_archives_of_earlier_versions_have_no_header(model, tokenizer, document, tmp_path):
+    """They are read, and go on."""
+    file, text = tmp_path / "text", document[:2000]
+    Reader(model, tokenizer, archive=True).read(text, file=file, progress=False)
+    blocks = tmp_path / "text.archive"
+    whole = blocks.read_bytes()
+    blocks.write_bytes(whole.removeprefix(HEADER))
+    assert len(blocks.read_bytes()) < len(whole)
+    asked = torch.tensor(tokenizer(FACTS[0])["input_ids"])
+    found = []
+    for content in (blocks.read_bytes(), whole):
+        blocks.write_bytes(content)
+        cache = Reader(model, tokenizer, archive=True).read(text, file=file, progress=False)
+        found.append(cache.recall(asked).state)
+        assert torch.equal(cache.archive.at(blocks).rows()[0].ids, cache.archive.rows()[0].ids)
+        assert blocks.read_bytes() == content
+    pairs = zip(*(state.tensors().values() for state in found), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    (tmp_path / "text").unlink()  # and an archive that was left by one with a header makes room
+    Reader(model, tokenizer, archive=True).read(text, file=file, progress=False)
+    assert blocks.read_bytes() == whole
 
 
 def test_a_disk_without_room_is_said_before_reading(
