@@ -175,7 +175,7 @@ def ask(
     apart = len(texts) > 1 and memory is None
     whole = "\n\n".join(texts)
     net, tokenizer, archive = _load(
-        model, adapter, kept_tokens, device, dtype, whole, archive, several=apart
+        model, adapter, kept_tokens, device, dtype, whole, archive, memory, several=apart
     )
     if sources and not archive:
         raise ValueError(
@@ -246,7 +246,7 @@ def read(
     """Reads documents once, and writes a memory file for `continue`, and its archive."""
     check_output("--out", out, *files_in(documents))
     text = _text_of(documents)
-    ready = _load(model, adapter, kept_tokens, device, dtype, text, archive)
+    ready = _load(model, adapter, kept_tokens, device, dtype, text, archive, out)
     net, tokenizer, archive = ready
     reader = Reader(net, tokenizer, archive=archive)
     reading = functools.partial(reader.read, text, file=out, split_special_tokens=True)
@@ -272,6 +272,7 @@ def go_on(
     ],
     temperature: Temperature = 0,
     max_new_tokens: NewTokens = 200,
+    archive: Archived = None,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
@@ -282,9 +283,10 @@ def go_on(
     Text and memory are tokenised apart: begin with the space or line break that belongs between
     them.
     """
-    net, tokenizer, _ = _load(model, adapter, kept_tokens, device, dtype, memory=memory)
+    net, tokenizer, _ = _load(model, adapter, kept_tokens, device, dtype, None, archive, memory)
     with while_("loading the memory file", memory, "`hf-infini read` writes it again."):
-        reader = Reader(net, tokenizer, cache=InfiniCache.from_pretrained(memory, net))
+        cache = InfiniCache.from_pretrained(memory, net, archive=archive is not False)
+        reader = Reader(net, tokenizer, cache=cache)
     options = _drawn(temperature) | {"max_new_tokens": max_new_tokens}
     with while_("going on from", memory, kept="the memory file is as it was"):
         if len(texts) == 1:

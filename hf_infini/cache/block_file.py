@@ -14,6 +14,7 @@ from torch import Tensor
 from .files import KIND as MEMORY
 
 HEADER = b"blocks of an archive of hf_infini\n".ljust(64, b"\0")
+GONE = "is gone; archive=False (--no-archive) loads the memory of its text without it"
 
 
 class Stored(NamedTuple):
@@ -87,7 +88,7 @@ class BlockFile(NamedTuple):
                         )
                     found.append(torch.frombuffer(content, dtype=torch.uint8))
         except FileNotFoundError:
-            MEMORY.refuse(self.path, "is gone, and the memory of its text needs it")
+            MEMORY.refuse(self.path, GONE)
         return found
 
     def check(self, place: int) -> None:
@@ -95,7 +96,7 @@ class BlockFile(NamedTuple):
         try:
             size = self.path.stat().st_size
         except OSError:
-            MEMORY.refuse(self.path, "is gone, and the memory of its text needs it")
+            MEMORY.refuse(self.path, GONE)
         if size < self._offset(place + 1):
             MEMORY.refuse(self.path, f"is cut off: it has {size:,} bytes only")
 

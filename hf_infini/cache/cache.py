@@ -3,6 +3,7 @@ grow with the context."""
 
 import copy
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -573,6 +574,7 @@ class InfiniCache(Cache):
         *,
         text_sha256: Sequence[str] | None = None,
         description: dict | None = None,
+        archive: bool = True,
     ) -> "InfiniCache":
         """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices. Hashes
         the model's weights to compare them with those that wrote the memory.
@@ -585,6 +587,8 @@ class InfiniCache(Cache):
                 any.
             description: what [`describe_model`] said of the model, for many files of one, whose
                 weights are then hashed once; `None`: it is asked.
+            archive: whether questions may recall from the archive that the text may have; without,
+                its file is not needed, and a warning says that there was one.
 
         Raises:
             MemoryFileError: the file is damaged, no memory file, or of another model or
@@ -622,7 +626,12 @@ class InfiniCache(Cache):
             for name, part in tensors.items()
             if not name.startswith(("layers.", "archive."))
         }
-        if "archive" in record:
+        if "archive" in record and not archive:
+            warnings.warn(
+                f"{path} is loaded without its archive: what is not in the cache cannot be recalled",
+                stacklevel=2,
+            )
+        elif "archive" in record:
             heads, *widths = key_heads(config)
             parts = [(layer, heads, width) for layer in cache.windows for width in widths]
             own = record["archive"], tensors, parts, record["tokens_seen"]

@@ -51,7 +51,7 @@ def load_ready(
             it would have to be.
         archive: whether what is read is archived: then a plain model needs no score. `None`: where
             the model has places that a question may fill.
-        memory: a memory file that is read instead of a text, and says the same.
+        memory: a memory file. One that is there says what its model had, also instead of a text.
         several: whether documents are read apart where what is read is archived: with as many
             places whatever their lengths, so that one more changes nothing for the others.
 
@@ -63,11 +63,13 @@ def load_ready(
     net, tokenizer = load_saved(model, device, dtype)
     if has_memory(model, net.config, adapter, kept_tokens):
         return net, tokenizer, net.config.kept_tokens > 0 if archive is None else archive
-    if memory is not None:
-        with while_("looking into the memory file", memory, "`hf-infini read` writes it again."):
-            of_file, archive = kept_and_archived(memory)
-            kept_tokens = kept_tokens or (of_file if archive and adapter is None else None)
     archive = archive is not False
+    if memory is not None and adapter is None and memory.exists():
+        with while_("looking into the memory file", memory, "`hf-infini read` writes it again."):
+            of_file, archived = kept_and_archived(memory)
+        if archived:
+            return recalling(net, kept_tokens or of_file), tokenizer, archive
+        archive = archive and text is not None
     if archive and adapter is None:
         needed = KEPT_TOKENS
         if text is not None and not several:

@@ -93,12 +93,15 @@ class TextFile(NamedTuple):
 
     def _load(self, file: Path) -> InfiniCache:
         """What a file or a part has of the text, all or the first."""
+        archived = self.before.archive is not None
         cache = InfiniCache.from_pretrained(
-            file, self.model, text_sha256=[self.sha256], description=self.described
+            file,
+            self.model,
+            text_sha256=[self.sha256],
+            description=self.described,
+            archive=archived,
         )
-        if self.before.archive is None:
-            cache.archive = None
-        elif cache.archive is None:
+        if archived and cache.archive is None:
             raise MemoryFileError(
                 f"{file} has no archive, from which questions could recall anything: delete it, or "
                 "read with archive=False."

@@ -231,8 +231,20 @@ def test_a_plain_model_recalls_without_a_fit(folders, run, tmp_path):
     assert first.out == second.out and "  [1] " in first.err
     run("read", *words[:4], "--kept-tokens", 70, "--out", tmp_path / "m")
     assert (tmp_path / "m.archive").stat().st_size > 0
-    went_on = run("continue", folders["plain"], tmp_path / "m", " The king", *asked[:2], *asked[4:])
+    next_words = [folders["plain"], tmp_path / "m", " The king", *asked[:2], *asked[4:]]
+    went_on = run("continue", *next_words)
     assert went_on.out.strip()
+    (tmp_path / "m.archive").unlink()
+    line = run("continue", *next_words, status=1).err.splitlines()[-1]
+    assert "m.archive is gone; archive=False (--no-archive) loads" in line
+    without = run("continue", *next_words, "--no-archive")
+    assert without.out.strip() and "cannot be recalled" in without.err
+    words = ["ask", *words[:-1], "--memory", tmp_path / "own"]
+    run(*words)
+    (tmp_path / "own.archive").unlink()
+    assert "own.archive is gone" in run(*words, status=1).err
+    without = run(*words, "--no-archive")
+    assert "reading:" not in without.err and "cannot be recalled" in without.err
 
 
 def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):

@@ -101,8 +101,16 @@ def test_a_file_is_read_with_its_archive_or_not_at_all(model, tokenizer, documen
     assert again.sources == reader.sources
     # the answers are not written into the archive of the text
     assert (tmp_path / "text.archive").stat().st_size < size
-    without = Reader(model, tokenizer).read_document(document, file=file, progress=False)
-    assert without.archive is None
+    # without it the memory is the same, and questions get the latest tokens
+    (tmp_path / "text.archive").unlink()
+    with pytest.raises(MemoryFileError, match="text.archive is gone; archive=False"):
+        Reader(model, tokenizer, archive=True).read_document(document, file=file, progress=False)
+    without, fresh = Reader(model, tokenizer), Reader(model, tokenizer)
+    with pytest.warns(UserWarning, match="without its archive: what is not in the cache cannot"):
+        loaded = without.read_document(document, file=file, progress=False)
+    assert loaded.archive is None
+    fresh.read_document(document, progress=False)
+    assert without.chat(question, max_new_tokens=9) == fresh.chat(question, max_new_tokens=9)
 
 
 def make_file(place: Path) -> None:
