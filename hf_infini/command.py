@@ -214,9 +214,8 @@ def ask(
     def answer(messages: list[dict[str, str]]) -> str:
         said = reader.chat(messages, streamer=_streamer(tokenizer), **drawn)
         names = [f"{name}: " if len(texts) > 1 else "" for name in texts.values()]
-        found = zip(reader.sources[0], reader.source_documents[0], strict=True) if sources else ()
-        for number, (passage, document) in enumerate([*found][:SOURCES], 1):
-            say(f"  [{number}] {names[document]}{' '.join(passage.split())}")
+        for number, passage in enumerate(reader.passages[0][:SOURCES] if sources else (), 1):
+            say(f"  [{number}] {names[passage.document]}{' '.join(passage.text.split())}")
         return said
 
     for asked in question or ():

@@ -86,11 +86,17 @@ class Row(NamedTuple):
     def located(self, block: Tensor) -> tuple[int, Tensor]:
         """The number of the document that has the tokens with these numbers, all of one block, as
         a state has them; and their ids."""
+        document, numbers = self.in_document(block)
+        return document.number, document.ids[numbers]
+
+    def in_document(self, block: Tensor) -> tuple["Row", Tensor]:
+        """The document that has the tokens with these numbers, as of [`Row.located`], and their
+        numbers in it."""
         if block[0] < FIRST_OF_OTHERS:
-            return self.number, self.ids[block]
+            return self, block
         block = block - FIRST_OF_OTHERS
         place = bisect.bisect(self.begins, int(block[0])) - 1
-        return self.others[place].number, self.others[place].ids[block - self.begins[place]]
+        return self.others[place], block - self.begins[place]
 
     @property
     def tokens(self) -> int:

@@ -628,7 +628,8 @@ class InfiniCache(Cache):
         }
         if "archive" in record and not archive:
             warnings.warn(
-                f"{path} is loaded without its archive: what is not in the cache cannot be recalled",
+                f"{path} is loaded without its archive: what is not in the cache cannot be "
+                "recalled",
                 stacklevel=2,
             )
         elif "archive" in record:

@@ -13,7 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -43,6 +43,14 @@ PLAIN_TEMPLATE = (
 # Around what is plain text although it spells special tokens; half of a character, which no text
 # with tokens has
 MARK = "\ud800"
+
+
+class Passage(NamedTuple):
+    """What an answer has looked at."""
+
+    document: int  # its number, from 0, among those that were read
+    tokens: range  # of the document, or of all that was read where there is none
+    text: str
 
 
 class Reader:
@@ -85,10 +93,10 @@ class Reader:
         self.model, self.archive = net, cache.archive is not None
         self.tokenizer, self.chunk, self.document = tokenizer, chunk, ""
         self._documents: list[str] = []  # with marks
-        # what the last answers recalled: of each the passages, the most relevant first; and from
-        # which of several documents each is, by its number from 0
-        self.sources: list[list[str]] = []
-        self.source_documents: list[list[int]] = []
+        self.document_ids: list[torch.Tensor] = []  # of an archive, of each document `[tokens]`
+        self._begins: dict[str, int] = {}  # tokens before the documents, by what they are after
+        # what the last answers recalled: of each the passages, the most relevant first
+        self.passages: list[list[Passage]] = []
         # Texts that were read; in these, [`MARK`] is around plain text that spells special tokens
         self.texts: dict[str, InfiniCache] = {"": cache}
         # texts up to the end of an answer; and the document after other beginnings
@@ -222,6 +230,10 @@ class Reader:
         marked = [self._plain(text) for text in texts]
         self._read(head, None, progress=False)
         cache = self._read_after(head, marked, files, progress)
+        if cache.archive is not None:
+            [row] = cache.archive.rows()
+            rows = sorted(row.documents, key=lambda each: each.number)
+            self.document_ids = [each.ids[self._begins[head] :] for each in rows]
         self.document, self._documents = "\n\n".join(texts), marked
         self.texts[head + self._document] = cache
         return cache
@@ -254,6 +266,9 @@ class Reader:
                 'archive=True, or have it read them as one text, "\\n\\n".join(texts).'
             )
 
+        new = head not in self.texts
+        state: Any = self._read(head, None, progress=False).state
+        self._begins[head] = 0 if state is None else int(state.tokens_seen[0])
         several = sum(file is not None for file in files) > 1
         described = describe_model(self.model) if several else None
 
@@ -265,8 +280,10 @@ class Reader:
                     del self.texts[head + document]
                 yield cache
 
-        caches = each()
-        return joined(caches) if len(documents) > 1 else next(caches)
+        cache = joined(each()) if len(documents) > 1 else next(each())
+        if new:
+            del self.texts[head]
+        return cache
 
     @check_types
     def generate(self, texts: str | Sequence[str], **options) -> list[str]:
@@ -287,10 +304,14 @@ class Reader:
         return self._answers([key + text[len(_bare(key)) :] for key, text in pairs], options)
 
     def _answers(
-        self, texts: list[str], options: dict[str, Any], question: str | None = None
+        self,
+        texts: list[str],
+        options: dict[str, Any],
+        question: str | None = None,
+        begin: int | None = None,
     ) -> list[str]:
         """[`Reader.generate`] of texts with marks; `question`: what in the one text is asked, or
-        all that is new."""
+        all that is new; `begin`: of the documents, in tokens; `None`: there are none."""
         before, ids = self._going_on(texts)
         cache = copy.copy(before)
         if len(texts) == 1 and len(ids[0]) > self.chunk:
@@ -305,9 +326,7 @@ class Reader:
         if cache.archive is not None:
             asked = ids if question is None else [self._encode(self._plain(question))]
             cache = cache.recall(asked, terms=self.terms)
-            found = [self._passages(cache, row) for row in range(len(texts))]
-            self.source_documents = [[document for document, _ in each] for each in found]
-            self.sources = [[passage for _, passage in each] for each in found]
+            self.passages = [self._passages(cache, row, begin) for row in range(len(texts))]
         inputs = pad_sequence(ids, True, pad, "left").to(self.model.device)
         real = pad_sequence([torch.ones_like(row) for row in ids], True, 0, "left").to(
             self.model.device
@@ -338,14 +357,28 @@ class Reader:
         """[`term_numbers`] of the tokenizer."""
         return term_numbers(self.tokenizer)
 
-    def _passages(self, cache: InfiniCache, row: int) -> list[tuple[int, str]]:
-        """The passages that a row of a cache keeps, the most relevant first, and of which document
-        each is."""
+    @property
+    def sources(self) -> list[list[str]]:
+        """The texts of the `passages`."""
+        return [[passage.text for passage in each] for each in self.passages]
+
+    def _passages(self, cache: InfiniCache, row: int, begin: int | None) -> list[Passage]:
+        """The passages that a row of a cache keeps, the most relevant first: of the documents,
+        which `begin` there, and not of what is before and behind them."""
         archive: Any = cache.archive
-        of_row = archive.rows()[row]
-        located = [of_row.located(block) for block in cache.passages(row)]
-        texts = self.tokenizer.batch_decode([ids for _, ids in located])
-        return [(document, text) for (document, _), text in zip(located, texts, strict=True)]
+        of_row, found = archive.rows()[row], []
+        for block in cache.passages(row):
+            document, numbers = of_row.in_document(block)
+            if begin is not None:
+                inside = numbers - begin
+                inside = inside[(inside >= 0) & (inside < len(self.document_ids[document.number]))]
+                numbers = inside + begin
+            if len(numbers):
+                first, last = (int(numbers[place]) - (begin or 0) for place in (0, -1))
+                own = document.ids[numbers]
+                text = self.tokenizer.decode(own, skip_special_tokens=True)
+                found.append(Passage(document.number, range(first, last + 1), text))
+        return found
 
     def _going_on(self, texts: list[str]) -> tuple[InfiniCache, list[torch.Tensor]]:
         """The cache from which these texts with marks go on, and the ids of each behind it."""
@@ -376,7 +409,8 @@ class Reader:
         if not self.tokenizer.chat_template:  # a model of plain text would go on with questions
             options = {"stop_strings": ["\n"], "tokenizer": self.tokenizer} | options
         asked = next(turn["content"] for turn in reversed(messages) if turn["role"] == "user")
-        return self._answers([begun + rest], options, asked)[0].strip()
+        begin = self._begins[head] if self.document else None
+        return self._answers([begun + rest], options, asked, begin)[0].strip()
 
     def rendered(self, messages: Sequence[dict[str, str]]) -> str:
         """The messages as a text, up to where the answer begins; ValueError where the template

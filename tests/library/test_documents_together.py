@@ -299,8 +299,8 @@ def asked(question: str) -> list[dict[str, str]]:
 
 def sources_of(reader: Reader) -> dict[int, str]:
     found: dict[int, str] = {}
-    for document, passage in zip(reader.source_documents[0], reader.sources[0], strict=True):
-        found[document] = found.get(document, "") + passage
+    for passage in reader.passages[0]:
+        found[passage.document] = found.get(passage.document, "") + passage.text
     return found
 
 

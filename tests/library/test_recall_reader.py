@@ -1,6 +1,7 @@
 """A reader with an archive: each question, turn and row recalls its own, and shows what."""
 
 import collections
+import copy
 import re
 import shutil
 import warnings
@@ -66,6 +67,42 @@ def test_each_turn_recalls_what_it_asks_for(model, tokenizer, document):
     # the turns were archived, too
     *_, cache = reader.turns[-1]
     assert cache.archive.rows()[0].tokens == cache.get_seq_length()
+
+
+TEMPLATE = (
+    "{% for turn in messages %}<|endoftext|>{{ turn.role }}\n{{ turn.content }}<|pad|>\n"
+    "{% endfor %}<|endoftext|>assistant\n"
+)
+
+
+@pytest.mark.parametrize("sizes", [[300], [9000], [9000, 600], [60, 3000, 900]])
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Say little. " * 9}]])
+def test_passages_are_of_the_documents_only(system, template, sizes, model, tokenizer, document):
+    """And neither of the template nor of what was said before, wherever these are kept, too."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = template
+    texts = [f"<|endoftext|>{document}"[:size] for size in sizes]
+    reader, messages = Reader(model, own, archive=True), [*system]
+    reader.read_documents(texts, progress=False)
+    shown = 0
+    for fact in FACTS:
+        messages += asked(fact)
+        messages.append({"role": "assistant", "content": reader.chat(messages, max_new_tokens=50)})
+        for passage in reader.passages[0]:
+            text = texts[passage.document]
+            ids = own(text, split_special_tokens=True)["input_ids"]
+            of_text = own.decode(ids[passage.tokens.start : passage.tokens.stop])
+            assert passage.text == of_text and of_text in text
+            shown += 1
+    assert shown
+
+
+def test_passages_of_a_text_have_no_special_tokens(model, tokenizer, document):
+    reader = Reader(model, tokenizer, archive=True)
+    reader.read("<|endoftext|>".join([document[:200]] * 3), progress=False)
+    reader.generate(f"{'<|endoftext|>'.join([document[:200]] * 3)} and", max_new_tokens=2)
+    assert "".join(reader.sources[0]) and "<|" not in "".join(reader.sources[0])
 
 
 def test_rows_of_a_batch_recall_their_own(model, tokenizer, document):
