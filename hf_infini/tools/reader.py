@@ -7,9 +7,11 @@ import functools
 import hashlib
 import os
 import sys
+import threading
 import time
 import uuid
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -352,7 +354,7 @@ class Reader:
             self.turns.append((text, cache_of(output)))
         return self.tokenizer.batch_decode(new, skip_special_tokens=True)
 
-    @functools.cached_property
+    @property
     def terms(self) -> torch.Tensor:
         """[`term_numbers`] of the tokenizer."""
         return term_numbers(self.tokenizer)
@@ -556,6 +558,20 @@ def term_numbers(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """The `terms` of [`InfiniCache.recall`], `[vocabulary]`, of a `tokenizer`: tokens that differ
     in case or a space only are one term; special ones, and those without a letter or digit, are
     none (−1)."""
+    vocabulary = len(tokenizer), tuple(tokenizer.all_special_ids)  # which may grow
+    with _TERMS_LOCK:  # threads that wait for it need not make it
+        known = _TERMS.get(tokenizer)
+        if known is None or known[0] != vocabulary:
+            _TERMS[tokenizer] = known = vocabulary, _term_numbers(tokenizer)
+        return known[1]
+
+
+# of each tokenizer, for as long as it is there: a large vocabulary takes a second
+_TERMS: weakref.WeakKeyDictionary[Any, tuple[tuple, torch.Tensor]] = weakref.WeakKeyDictionary()
+_TERMS_LOCK = threading.Lock()
+
+
+def _term_numbers(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     words: list[str] = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
     special, known, terms = {*tokenizer.all_special_ids}, {}, []
     for token, text in enumerate(words):

@@ -1,10 +1,13 @@
 """A reader with an archive: each question, turn and row recalls its own, and shows what."""
 
 import collections
+import concurrent.futures
 import copy
+import gc
 import re
 import shutil
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -268,3 +271,25 @@ def test_terms_do_not_differ_in_case_or_a_space(tokenizer):
     assert terms[alike[0]] >= 0 and terms[words.index(",")] == terms[words.index("!")] == -1
     assert all(terms[token] == -1 for token in tokenizer.all_special_ids)
     assert len(terms) == len(tokenizer)
+
+
+def test_terms_are_made_once_for_a_tokenizer(model, tokenizer):
+    """Whoever needs them, and again where it has new tokens."""
+    own, calls = copy.deepcopy(tokenizer), []
+
+    class Counted(type(own)):
+        def batch_decode(self, *args, **options):
+            calls.append(1)
+            return super().batch_decode(*args, **options)
+
+    own.__class__ = Counted
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        readers = [Reader(model, own, archive=True) for _ in range(8)]
+        made = [*pool.map(lambda reader: reader.terms, readers), term_numbers(own)]
+    assert len(calls) == 1 and all(each is made[0] for each in made)
+    own.add_tokens(["zinnias2"])
+    assert len(term_numbers(own)) == len(own) == len(made[0]) + 1 and len(calls) == 2
+    gone = weakref.ref(own)
+    del own, readers
+    gc.collect()
+    assert gone() is None
