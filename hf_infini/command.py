@@ -35,7 +35,7 @@ from .tools.ready import (
     load_saved,
     what_helps,
 )
-from .tools.terminal import chat, read_through, say_what_was_read, typed, words_of
+from .tools.terminal import Asked, chat, read_through, say_what_was_read, typed, words_of
 
 # memory files by the content of a text, and fitted scores by the model
 KEPT = Path(HF_HOME) / "hf_infini"
@@ -194,8 +194,9 @@ def ask(
     keys = cache_folder.keys_of(net, ((*parts, text, *of_archive) for text in texts))
     files = [memory or KEPT / "memories" / f"{key}.safetensors" for key in keys]
     known = sum(file.exists() for file in files)
-    reading = functools.partial(reader.read_documents, [*texts], files=files)
-    cache = read_through(reading, *files, mend=memory is None)
+    make = functools.partial(Reader, net, tokenizer, archive=archive)
+    asked = Asked(make, [*texts], files, mend=memory is None)
+    cache = asked.read()
     for file, names in zip(files, texts.values(), strict=True) if memory is None else ():
         cache_folder.note(file, model=model, adapter=adapter, documents=[names])
     file = files[0] if len(files) == 1 else files[0].parent
@@ -212,16 +213,17 @@ def ask(
         drawn["repetition_penalty"] = repetition_penalty
 
     def answer(messages: list[dict[str, str]]) -> str:
-        said = reader.chat(messages, streamer=_streamer(tokenizer), **drawn)
+        said = asked.chat(messages, streamer=_streamer(tokenizer), **drawn)
         names = [f"{name}: " if len(texts) > 1 else "" for name in texts.values()]
-        for number, passage in enumerate(reader.passages[0][:SOURCES] if sources else (), 1):
+        shown = asked.reader.passages[0][:SOURCES] if sources else ()
+        for number, passage in enumerate(shown, 1):
             say(f"  [{number}] {names[passage.document]}{' '.join(passage.text.split())}")
         return said
 
-    for asked in question or ():
-        say(f"> {asked}")
-        with while_("answering", repr(asked), kept=f"{file} is kept: nothing is read again"):
-            answer([{"role": "user", "content": asked}])
+    for text in question or ():
+        say(f"> {text}")
+        with while_("answering", repr(text), kept=f"{file} is kept: nothing is read again"):
+            answer([{"role": "user", "content": text}])
     if not question:
         chat(answer, file)
 

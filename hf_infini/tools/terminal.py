@@ -1,6 +1,8 @@
 """What the command says in a terminal while it reads, and what is typed there."""
 
+import functools
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import typer
@@ -10,6 +12,7 @@ from ..cache.cache import InfiniCache
 from ..cache.files import MemoryFileError
 from .estimate import estimate as estimate_cache
 from .one_line import say, while_
+from .reader import Reader
 
 
 def words_of(given):
@@ -48,13 +51,51 @@ def read_through(read, *files: Path, mend: bool = False) -> InfiniCache:
             except MemoryFileError as error:
                 if not mend:
                     raise
-                say(f"reading again, for {error}")
-                pairs = [*zip(files, partials, strict=True)]
-                named = [pair for pair in pairs if pair[0].name in str(error)]
-                for file, partial in named or pairs:
-                    for each in (file, partial, *archives_of(file)):
-                        each.unlink(missing_ok=True)
+                _make_room(error, files)
         return read()
+
+
+def _make_room(error: MemoryFileError, files: Sequence[Path]) -> None:
+    """Removes those of the command's own memory `files` that an `error` names, or else all."""
+    say(f"reading again, for {error}")
+    for file in [file for file in files if file.name in str(error)] or files:
+        for each in (file, file.with_name(f"{file.name}.partial"), *archives_of(file)):
+            each.unlink(missing_ok=True)
+
+
+class Asked:
+    """Documents that are read into memory files, and asked.
+
+    Args:
+        make: makes a [`Reader`].
+        texts: of the documents.
+        files: of each its memory file.
+        mend: whether files that do not fit are replaced, also where a question finds that out.
+    """
+
+    def __init__(
+        self, make: Callable[[], Reader], texts: Sequence[str], files: Sequence[Path], mend: bool
+    ):
+        self.make, self.texts, self.files, self.mend = make, texts, files, mend
+
+    def read(self) -> InfiniCache:
+        """What the documents give, in a new `reader`."""
+        self.reader = self.make()
+        reading = functools.partial(self.reader.read_documents, self.texts, files=self.files)
+        return read_through(reading, *self.files, mend=self.mend)
+
+    def chat(self, messages: list[dict[str, str]], **options) -> str:
+        """[`Reader.chat`] of these `messages`, with these `options`; MemoryFileError where a file
+        is damaged and nothing is mended."""
+        for _ in self.files:  # each may be damaged
+            try:
+                return self.reader.chat(messages, **options)
+            except MemoryFileError as error:
+                if not self.mend:
+                    raise
+                _make_room(error, self.files)
+                self.read()
+        return self.reader.chat(messages, **options)
 
 
 def say_what_was_read(config, cache: InfiniCache) -> None:

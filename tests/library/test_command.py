@@ -247,6 +247,51 @@ def test_a_plain_model_recalls_without_a_fit(folders, run, tmp_path):
     assert "reading:" not in without.err and "cannot be recalled" in without.err
 
 
+def damage(archive: Path) -> None:
+    """One bit of each of its blocks, which no load reads."""
+    content = bytearray(archive.read_bytes())
+    for place in range(1000, len(content), 1000):
+        content[place] ^= 1
+    archive.write_bytes(content)
+
+
+@pytest.mark.parametrize("documents", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_damage_that_a_question_finds_is_mended(documents, folders, run, tmp_path):
+    """By reading the document again, once; but a file that was given is the user's."""
+    names = [tmp_path / f"{number}.txt" for number in range(documents)]
+    for name in names:
+        name.write_text(f"{name.name} {TEXT * 2}", encoding="utf-8")
+    words = [
+        "ask",
+        folders["plain"],
+        *names,
+        "--device",
+        "cpu",
+        "-q",
+        "Who speaks?",
+        "-q",
+        "Where?",
+    ]
+    words += ["--max-new-tokens", 5, "--kept-tokens", 64 if documents == 1 else 300]
+    first = run(*words)
+    archives = sorted((tmp_path / "kept" / "memories").glob("*.archive"))
+    whole = {archive: archive.read_bytes() for archive in archives}
+    assert len(archives) == documents
+    for archive in archives[:2]:
+        damage(archive)
+    second = run(*words)
+    assert second.out == first.out and second.err.count("reading again, for") == min(documents, 2)
+    assert all(archive.read_bytes() == content for archive, content in whole.items())
+    assert "reading" not in run(*words).err
+    own = [*words, "--memory", tmp_path / "own"]
+    run(*own)
+    damage(tmp_path / "own.archive")
+    damaged = (tmp_path / "own.archive").read_bytes()
+    line = run(*own, status=1).err.splitlines()[-1]
+    assert line.startswith("error: ") and "own.archive is damaged: its block" in line
+    assert (tmp_path / "own.archive").read_bytes() == damaged
+
+
 def test_a_plain_model_is_fitted_once(folders, run, tmp_path, monkeypatch):
     monkeypatch.setattr(ready, "WINDOW", ready.WINDOW | {"segment_length": 16, "sink_tokens": 2})
     monkeypatch.setattr(ready, "KEPT_TOKENS", 24)
