@@ -17,7 +17,7 @@ from .checks import check_arguments, check_types
 from .keeping import token_score
 from .keeping.score import TokenScore
 from .positions import rotate
-from .recall import BLOCK_TOKENS, K1, REACH, C
+from .recall import BLOCK_TOKENS, K1, PAIRS, REACH, C
 from .rules import RULES, memory_rule
 from .state import InfiniState, Tokens, check_shapes
 
@@ -376,20 +376,32 @@ def naive_relevance(terms: list, question: list[int]) -> list[float]:
     """[`block_relevance`] of lists, term by term. `terms`, `question`: as there."""
     documents = [terms] if not terms or isinstance(terms[0], int) else terms
     places = [(n, at) for n, own in enumerate(documents) for at in range(0, len(own), BLOCK_TOKENS)]
-    blocks = [documents[number][at : at + BLOCK_TOKENS] for number, at in places]
-    blocks = [[term for term in block if term >= 0] for block in blocks]
-    mean = max(sum(map(len, blocks)) / max(len(blocks), 1), 1)
 
-    def bm25(block) -> float:
-        found = 0.0
-        for term in (each for each in question if each in block and each >= 0):
-            having = sum(term in other for other in blocks)
+    def paired(of_tokens: list) -> list:
+        """Of each term with the next one; −1: none."""
+        after = [
+            next((each for each in of_tokens[n + 1 :] if each >= 0), -1)
+            for n in range(len(of_tokens))
+        ]
+        pairs = zip(of_tokens, after, strict=True)
+        return [pair if min(pair) >= 0 else -1 for pair in pairs]
+
+    def bm25(documents: list, question: list) -> list[float]:
+        blocks = [documents[number][at : at + BLOCK_TOKENS] for number, at in places]
+        blocks = [[term for term in block if term != -1] for block in blocks]
+        mean = max(sum(map(len, blocks)) / max(len(blocks), 1), 1)
+        found = [0.0] * len(blocks)
+        for term in (each for each in question if each != -1):
+            having = sum(term in block for block in blocks)
             rarity = math.log(1 + (len(blocks) - having + 0.5) / (having + 0.5))
-            often, length = block.count(term), 1 - C + C * len(block) / mean
-            found += rarity * often * (K1 + 1) / (often + K1 * length)
+            for number, block in enumerate(blocks):
+                often, length = block.count(term), 1 - C + C * len(block) / mean
+                found[number] += rarity * often * (K1 + 1) / (often + K1 * length)
         return found
 
-    own = {place: bm25(block) ** 2 for place, block in zip(places, blocks, strict=True)}
+    of_pairs = bm25([*map(paired, documents)], paired(question))
+    both = zip(places, bm25(documents, question), of_pairs, strict=True)
+    own = {place: (terms + PAIRS * pairs) ** 2 for place, terms, pairs in both}
     near = [(BLOCK_TOKENS * d, 1 - abs(d) / (REACH + 1)) for d in range(-REACH, REACH + 1)]
     return [sum(share * own.get((n, at + far), 0) for far, share in near) for n, at in own]
 

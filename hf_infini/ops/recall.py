@@ -8,8 +8,11 @@ The document is cut into blocks of B tokens, by their numbers. A block's relevan
     idf(t)  = log(1 + (blocks − df + 1/2) / (df + 1/2))
 
 with f the times that t is in b, df the blocks that have it, n the terms of b and n̄ their mean.
-What answers a question is often beside what shares words with it, and several of its words in one
-block say more than as many in several:
+Numbers, identifiers and rare names are many tokens, each of which is common, so two terms that
+follow each other (tokens without a term between them do not count) are a third kind of term: the
+BM25 of these pairs, each in the block of its first term, is added by half. What answers a question
+is often beside what shares words with it, and several of its words in one block say more than as
+many in several:
 
     relevance(b) = Σ over |d| ≤ REACH of (1 − |d| / (REACH + 1)) · bm25(b + d)²
 
@@ -31,6 +34,7 @@ from ..options import Window
 BLOCK_TOKENS = 64  # B
 REACH = 3  # blocks before and after
 K1, C = 1.5, 0.75
+PAIRS = 0.5  # what a pair of terms counts for
 
 
 def block_relevance(terms: Tensor | Sequence[Tensor], question: Tensor) -> Tensor:
@@ -42,6 +46,16 @@ def block_relevance(terms: Tensor | Sequence[Tensor], question: Tensor) -> Tenso
         question: of the question's, `[tokens]`, int64; −1: none.
     """
     documents = [terms] if isinstance(terms, Tensor) else terms
+    pairs = _bm25([_paired(each) for each in documents], _paired(question))
+    bm25 = _bm25(documents, question) + PAIRS * pairs
+    weights = 1 - torch.arange(-REACH, REACH + 1, dtype=torch.float64).abs() / (REACH + 1)
+    own = bm25.square().split([-(-len(each) // BLOCK_TOKENS) for each in documents])
+    near = (F.pad(each, (REACH, REACH)).unfold(0, 2 * REACH + 1, 1) for each in own)
+    return torch.cat([each @ weights for each in near])
+
+
+def _bm25(documents: Sequence[Tensor], question: Tensor) -> Tensor:
+    """The BM25 of each block, `[blocks]`, float64; arguments as of [`block_relevance`]."""
     grid = torch.cat([in_blocks(each, -1) for each in documents])
     blocks, lengths = len(grid), (grid >= 0).sum(1).double()
     norms = K1 * (1 - C + C * lengths / lengths.mean().clamp(min=1))
@@ -52,10 +66,15 @@ def block_relevance(terms: Tensor | Sequence[Tensor], question: Tensor) -> Tenso
         having = int((frequency > 0).sum())
         rarity = torch.tensor(1 + (blocks - having + 0.5) / (having + 0.5), dtype=torch.float64)
         bm25 += count * rarity.log() * frequency * (K1 + 1) / (frequency + norms)
-    weights = 1 - torch.arange(-REACH, REACH + 1, dtype=torch.float64).abs() / (REACH + 1)
-    own = bm25.square().split([-(-len(each) // BLOCK_TOKENS) for each in documents])
-    near = (F.pad(each, (REACH, REACH)).unfold(0, 2 * REACH + 1, 1) for each in own)
-    return torch.cat([each @ weights for each in near])
+    return bm25
+
+
+def _paired(terms: Tensor) -> Tensor:
+    """A number for each two terms that follow each other, at the place of the first one; −1
+    elsewhere. Terms are below 2³¹."""
+    at, found = (terms >= 0).nonzero()[:, 0], torch.full_like(terms, -1)
+    found[at[:-1]] = (terms[at[:-1]] << 31) + terms[at[1:]]
+    return found
 
 
 def in_blocks(of_tokens: Tensor, filler: int) -> Tensor:

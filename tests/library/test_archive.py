@@ -80,6 +80,20 @@ def test_blocks_beside_rare_terms_come_first():
     assert set(relevance.argsort(descending=True)[:7].tolist()) == {1, 2, 3, 4, 5, 6, 7}
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("filler", [None, 1, 2])
+def test_a_number_is_found_by_its_digits_in_their_order(seed, filler):
+    """Where each block has all digits, and tokens without a term are between them or not."""
+    draw = random.Random(seed)
+    blocks = [draw.sample(range(10), 10) * 6 + [-1] * 4 for _ in range(30)]
+    digits = [draw.randrange(10) for _ in range(8)]
+    parted = [digit for each in digits for digit in (each, *[-1] * (filler or 0))]
+    at = draw.randrange(4, 30 - 4)
+    blocks[at][11 : 11 + len(parted)] = parted
+    own = block_relevance(torch.tensor(sum(blocks, [])), torch.tensor([-1, *digits, -1]))
+    assert own.argmax() == at
+
+
 # --- the archive
 
 
