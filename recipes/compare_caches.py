@@ -40,7 +40,9 @@ tokens and memory together, in 16 bits as models are served, the memory in 32.
 
 perplexity: nats a token from position --count_from on in rows of --length tokens, and which share
 of the gap between the smallest window and plain is closed. passkey and facts: as in
-evaluate_model.py.
+evaluate_model.py. niah_multikey_2, niah_multikey_3 and vt: tasks of RULER, which make their own
+text, and RULER's score of what the model says: a number among numbers, an identifier among
+identifiers, the variables of a chain of assignments.
 
 Stopped and started again with the same command, it goes on after the last finished contestant.
 Writes OUT.json, and the table on standard output.
@@ -51,6 +53,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from cli import UserError, exit_on_error, needed, option, parse_options
 from cli.evaluation_options import EvaluationOptions
@@ -61,11 +64,15 @@ OWN = ("plain", "window", "random", *KEEP_SCORES)
 PRESSES = ("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention")
 PRESSES = [f"{press}{end}" for press in PRESSES for end in ("", " blind")]
 RECALL = "recall"
+RULER = ("niah_multikey_2", "niah_multikey_3", "vt")
 WAYS = [*OWN, RECALL, *PRESSES]
 
 
 @dataclass(kw_only=True)
 class Options(EvaluationOptions):
+    task: Literal["perplexity", "passkey", "facts", "niah_multikey_2", "niah_multikey_3", "vt"] = (
+        option("perplexity", "What to measure.", group="measurement")
+    )
     out: str = needed("File to write, without .json.", group="output")
     adapter: str | None = option(
         None, "Adapter with scores for learned and half, or with the memory to --attribute."
@@ -90,7 +97,7 @@ class Options(EvaluationOptions):
     count_from: int = option(1024, "perplexity: first position that counts.", at_least=1)
     lengths: list[int] = option(
         [2048, 4096, 8192],
-        "passkey: lengths of the examples in tokens.",
+        "passkey and RULER's: lengths of the examples in tokens.",
         at_least=2,
         group="passkeys and facts",
     )
@@ -101,7 +108,7 @@ class Options(EvaluationOptions):
         256, "facts: tokens per segment, in which distances are counted.", at_least=1
     )
     samples: int = option(
-        8, "passkey, facts: examples per cell: a length and a depth, or a distance.", at_least=1
+        8, "Examples per cell: a length (passkey: and a depth), or a distance.", at_least=1
     )
     chunk: int = option(2048, "Tokens per call of the model.", at_least=1, group="machine")
 
@@ -118,6 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     from evaluation import caches, inference, presses
     from evaluation.texts import read_texts
     from hf_infini.tools.reader import term_numbers
+    from recall.ruler import continued
     from recall.tasks import Runner, run_cells, score_recalled
     from support import measurement
     from support.stages import check_place, state_of_files, write_json
@@ -140,8 +148,11 @@ def main(argv: list[str] | None = None) -> None:
 
     def run(cell: dict) -> dict:
         score = presses.scorer(**cell) if cell["way"] in PRESSES else None
-        if cell["way"] == RECALL:
-            score = functools.partial(score_recalled, terms=term_numbers(tokenizer))
+        terms = term_numbers(tokenizer) if cell["way"] == RECALL else None
+        if options.task in RULER:
+            score = functools.partial(continued, tokenizer=tokenizer, terms=terms)
+        elif terms is not None:
+            score = functools.partial(score_recalled, terms=terms)
         inner = Runner(model, tokenizer, options, part_file, identity | cell, score)
         if model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -186,12 +197,14 @@ def check_options(options: Options) -> None:
         )
     if options.task == "perplexity" and options.source is None:
         raise UserError("--task perplexity reads texts: give one of --data and --text")
+    if options.task in RULER and options.source is not None:
+        raise UserError(f"--task {options.task} makes its own text: leave out --data and --text")
     if options.data is not None and options.text is not None:
         raise UserError("give at most one of --data and --text")
     if options.task == "perplexity" and RECALL in options.ways:
         raise UserError(
-            "--ways recall: running text asks no question that could recall; give --task passkey "
-            "or facts, or --ways recent, which predicts it alike"
+            "--ways recall: running text asks no question that could recall; give another --task, "
+            "or --ways recent, which predicts it alike"
         )
     if options.task != "passkey" and (presses := [way for way in options.ways if way in PRESSES]):
         raise UserError(f"--ways {' '.join(presses)}: kvpress is compared by --task passkey only")

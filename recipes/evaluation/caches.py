@@ -16,7 +16,7 @@ from hf_infini.models.loading import with_finite_weights
 from hf_infini.models.structure import decoder_of
 from hf_infini.ops.keeping import SCORES
 from hf_infini.options import KEEP_SCORES, key_heads
-from recall import tasks
+from recall import ruler, tasks
 from support.markdown import markdown_table
 from support.rows import RowReader
 
@@ -192,7 +192,13 @@ def recalled_facts(runner: tasks.Runner, texts: list[str] | None) -> dict:
     return tasks.run_facts(runner, runner.options.distances, runner.options.segment_length, texts)
 
 
+def answered(runner: tasks.Runner, texts: None) -> dict:
+    """The cells of [`ruler.run_ruler`]."""
+    return ruler.run_ruler(runner, runner.options.task, runner.options.lengths)
+
+
 MEASURES = {"perplexity": nats, "passkey": found_numbers, "facts": recalled_facts}
+MEASURES |= dict.fromkeys(ruler.TASKS, answered)
 
 # --- tables ---------------------------------------------------------------------------------------
 
@@ -279,4 +285,4 @@ def pooled(cells: list[dict]) -> list[dict]:
 def _share(cell: dict) -> str:
     if cell["samples"] is None:
         return "not possible"
-    return f"{cell['correct']} of {cell['samples']} ({cell['low']:.0%} to {cell['high']:.0%})"
+    return f"{cell['correct']:.3g} of {cell['samples']} ({cell['low']:.0%} to {cell['high']:.0%})"
