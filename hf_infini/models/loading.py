@@ -158,6 +158,13 @@ def load_tokenizer(
     return tokenizer
 
 
+def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that a `tokenizer` puts in front of every text, such as Gemma's `<bos>`, without
+    which such a model is at a loss; of most none."""
+    ids = tokenizer("", verbose=False)["input_ids"]
+    return ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []
+
+
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """The SHA-256 of a tokenizer's tokens and their ids; what tells tokenizers of the same size
     apart."""

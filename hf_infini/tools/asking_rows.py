@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from transformers import PreTrainedTokenizerBase
 
+from ..models.loading import opening
 from ..ops.checks import check_types
 from ..options import check_number
 
@@ -71,14 +72,15 @@ def asking_rows(
     [running] = encode([text])
     if not running:
         raise ValueError("rows are made of running text, and this one is empty.")
-    made, languages = [], [*fact_forms()]
+    made, languages, begin = [], [*fact_forms()], opening(tokenizer)
     for number in range(rows):
         rng = random.Random(f"{seed}/{number}")
 
-        def take(count: int, begin: int = rng.randrange(len(running))) -> list[int]:
-            return [running[(begin + place) % len(running)] for place in range(count)]
+        def take(count: int, first: int = rng.randrange(len(running))) -> list[int]:
+            return [running[(first + place) % len(running)] for place in range(count)]
 
-        made.append(asking_row(rng, encode, take, length, languages[number % len(languages)])[0])
+        language = languages[number % len(languages)]
+        made.append(begin + asking_row(rng, encode, take, length - len(begin), language)[0])
     return made
 
 

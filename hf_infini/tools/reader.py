@@ -26,7 +26,7 @@ from ..cache.cache import InfiniCache
 from ..cache.files import describe_model
 from ..cache.joined import joined
 from ..compat.cache_name import CACHE, cache_of
-from ..models.loading import fingerprint
+from ..models.loading import fingerprint, opening
 from ..models.structure import decoder_of
 from ..ops.checks import Model, check_types
 from ..ops.rules import RULES
@@ -53,6 +53,11 @@ class Passage(NamedTuple):
     document: int  # its number, from 0, among those that were read
     tokens: range  # of the document, or of all that was read where there is none
     text: str
+
+
+def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """[`PLAIN_TEMPLATE`], after what a `tokenizer` puts in front of every text."""
+    return ("{{ bos_token }}" if opening(tokenizer) else "") + PLAIN_TEMPLATE
 
 
 class Reader:
@@ -419,7 +424,7 @@ class Reader:
         does not take them."""
         how: dict[str, Any] = {"tokenize": False}
         if not self.tokenizer.chat_template:  # which may be several, by their names
-            how["chat_template"] = PLAIN_TEMPLATE
+            how["chat_template"] = plain_template(self.tokenizer)
         try:
             text: Any = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, **how

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from corpora.tokenization import encode_texts
+from hf_infini.models.loading import opening
 from support.prepared import open_rows
 
 from .losses import LossByPosition, stream_losses
@@ -35,12 +36,17 @@ def text_rows(
     tokenizer, texts: Sequence[str], length: int, max_tokens: int | None = None
 ) -> list[Row]:
     """Rows of up to `length` tokens: the documents one after the other, each followed by an
-    end-of-text token, cut."""
+    end-of-text token, cut; each after what the tokenizer puts in front of a text."""
+    begin = np.array(opening(tokenizer), dtype=np.int64)
+    length -= len(begin)
     end = np.array([tokenizer.eos_token_id])
     stream = np.concatenate(
         [part for tokens in encode_texts(tokenizer, texts) for part in (tokens, end)]
     )
-    rows = [stream[start : start + length] for start in range(0, len(stream), length)]
+    rows = [
+        np.concatenate([begin, stream[start : start + length]])
+        for start in range(0, len(stream), length)
+    ]
     rows = [(row, row) for row in rows if len(row) >= 2]  # one token predicts nothing
     return _enough(rows, max_tokens)
 

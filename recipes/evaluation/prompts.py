@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cli import UserError, one_line
-from hf_infini.tools.reader import PLAIN_TEMPLATE, term_numbers
+from hf_infini.tools.reader import plain_template, term_numbers
 
 ASKED = {
     "en": {
@@ -78,7 +78,7 @@ class Prompter:
         self.tokenizer, self.chat = tokenizer, chat and bool(tokenizer.chat_template)
         self.terms = term_numbers(tokenizer)
         text, asked = uuid.uuid4().hex, uuid.uuid4().hex
-        how = {} if self.chat else {"chat_template": PLAIN_TEMPLATE}
+        how = {} if self.chat else {"chat_template": plain_template(tokenizer)}
         turn = {"role": "user", "content": f"{text}\n\n{asked}"}
         try:
             rendered = tokenizer.apply_chat_template(

@@ -11,7 +11,7 @@ lengths are in tokens, segments are counted from the document's first token.
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +56,16 @@ class Example:
 
     tokens: np.ndarray
     questions: tuple[Question, ...]
+
+    def after(self, begin: Sequence[int]) -> "Example":
+        """The same after other tokens."""
+        moved, count = [], len(begin)
+        for asked in self.questions:
+            stated, span = ((a + count, b + count) for a, b in (asked.stated, asked.asked))
+            begins = None if asked.begins is None else asked.begins + count
+            moved.append(replace(asked, stated=stated, asked=span, begins=begins))
+        tokens = np.concatenate([np.asarray(begin, dtype=np.int64), self.tokens])
+        return Example(tokens, tuple(moved))
 
 
 class Document:

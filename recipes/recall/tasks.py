@@ -22,6 +22,7 @@ from corpora.biographies import invent_person, portuguese_names
 from corpora.tokenization import encode_texts
 from evaluation.inference import check_length, read_in_chunks
 from hf_infini import InfiniCache
+from hf_infini.models.loading import opening
 from hf_infini.tools.spans import score_spans
 from support.markdown import markdown_table
 from support.stages import read_json, sealed, write_json
@@ -254,8 +255,9 @@ def constant_guesses(seed: int) -> dict[str, dict]:
 def _ask(runner: Runner, examples: Iterable[Example]) -> list[Answer]:
     """The answers to examples, batch by batch; a UserError where one is longer than the model
     reaches."""
-    answers, options = [], runner.options
-    examples = iter(tqdm(examples, total=options.samples, unit="example", leave=False))
+    answers, options, begin = [], runner.options, opening(runner.tokenizer)
+    examples = tqdm(examples, total=options.samples, unit="example", leave=False)
+    examples = (example.after(begin) for example in examples)
     # of long texts
     progress = functools.partial(tqdm, desc="reading", unit="chunk", leave=False, delay=1)
     while batch := list(itertools.islice(examples, options.batch_size)):

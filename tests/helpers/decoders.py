@@ -1,6 +1,7 @@
 """A small random model of every family that is known to go with Infini-attention."""
 
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_infini.models.families import PROBED
@@ -79,3 +80,11 @@ def fitted(model):
         if name.endswith("keep_weight"):
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
     return model
+
+
+def begin_with_bos(tokenizer) -> None:
+    """From now on a tokenizer puts its bos token in front of every text, as Gemma's does."""
+    bos = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from commands import TEXT, command_in, save_models
 from corpora.tokenization import build_character_tokenizer
-from decoders import decoder
+from decoders import begin_with_bos, decoder
 from hf_infini import InfiniCache, command, estimate, load_adapter, patch_model
 from hf_infini.cache.files import read_memory_file
 from hf_infini.compat.cache_name import CACHE
@@ -115,6 +115,9 @@ def test_rows_ask_at_their_end_for_what_they_state():
         asking_rows(tokenizer, "")
     with pytest.raises(ValueError, match="fact.* and their questions take .* tokens, more than 30"):
         asking_rows(tokenizer, "text", length=30)
+    begin_with_bos(tokenizer)
+    begun = asking_rows(tokenizer, sample_text(), rows=6, length=601, seed=3)
+    assert begun == [[tokenizer.bos_token_id, *row] for row in rows]
 
 
 # --- bytes

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from corpora.tokenization import build_character_tokenizer
-from decoders import decoder
+from decoders import begin_with_bos, decoder
 from hf_infini import patch_model
 from hf_infini.tools.reader import PLAIN_TEMPLATE, Reader
 from running import sample_text
@@ -218,6 +218,23 @@ def test_a_model_without_a_template_takes_a_system_message(model, tokenizer):
     assert PLAIN_TEMPLATE  # as docs show it
     reader.read_document(TEXT, progress=False)
     assert isinstance(reader.chat(messages[:2], **GREEDY), str)
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_a_chat_without_a_template_begins_as_the_tokenizer_does(model, tokenizer, template):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template
+    begin_with_bos(other)
+    reader = Reader(model, other)
+    text = reader.rendered([said("user", "Who?")])
+    assert text.startswith(other.bos_token) == (template is None)
+    reader.read_document(TEXT, progress=False)
+    assert isinstance(reader.chat([said("user", "Who?")], **GREEDY), str)
+    length = len(other(TEXT, add_special_tokens=False)["input_ids"])
+    if template is None:  # the document follows one token, the bos
+        assert int(next(iter(reader.texts[other.bos_token].layers)).state.tokens_seen[0]) == 1
+        read = reader.texts[other.bos_token + TEXT]
+        assert int(read.layers[0].state.tokens_seen[0]) == 1 + length
 
 
 @pytest.mark.parametrize("new", [1, 2, 3])

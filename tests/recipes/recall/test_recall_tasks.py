@@ -4,6 +4,7 @@ impossible or guessed."""
 import functools
 import json
 import shutil
+import types
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,12 @@ import torch
 from bad_input import refused
 from corpora.biographies import SENTENCES, biography_documents
 from corpora.tokenization import train_bpe
+from decoders import begin_with_bos
 from evaluation.inference import switch_memory_off
+from evaluation.perplexity import text_rows
+from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from models import causal_mha, gpt2, infini_gpt2, token_ids
+from recall import tasks
 from recall.examples import WORDING, Example, Question
 from recall.facts import FACT_NAMES
 from recall.tasks import constant_guesses, score_answers, wilson_interval
@@ -169,6 +174,45 @@ def test_without_its_memory_a_model_knows_only_the_segment(build):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("task", ("passkey", "facts"))
+def test_examples_follow_what_the_tokenizer_puts_in_front_of_a_text(base, tmp_path, task):
+    options = types.SimpleNamespace(samples=2, batch_size=2, chunk=99, seed=0, language="pt")
+    model, examples = load_causal_lm(saved(base, "infini")).eval(), {}
+    for begins in (False, True):
+        own = examples[begins] = []
+
+        def score(model, batch, chunk, progress, own=own):
+            own += batch
+            return score_answers(model, batch, chunk, progress)
+
+        tokenizer = load_tokenizer(saved(base, "infini"))
+        if begins:
+            begin_with_bos(tokenizer)
+        runner = tasks.Runner(model, tokenizer, options, tmp_path / f"{begins}.json", {}, score)
+        if task == "passkey":
+            tasks.run_passkey(runner, ["um texto " * 200], [200], [0.5])
+        else:
+            tasks.run_facts(runner, [2], 64)
+    for plain, begun in zip(examples[False], examples[True], strict=True):
+        assert begun.tokens.tolist() == [tokenizer.bos_token_id, *plain.tokens]
+        for one, other in zip(plain.questions, begun.questions, strict=True):
+            for first, then in ((one.stated, other.stated), (one.asked, other.asked)):
+                span = slice(first[0], first[1] + 1), slice(then[0], then[1] + 1)
+                assert (plain.tokens[span[0]] == begun.tokens[span[1]]).all()
+            assert other.begins == (None if one.begins is None else one.begins + 1)
+
+
+def test_rows_of_texts_follow_what_the_tokenizer_puts_in_front_of_a_text(base):
+    tokenizer = load_tokenizer(saved(base, "infini"))
+    (whole, _), *_ = text_rows(tokenizer, ["um texto " * 40], 10_000)
+    begin_with_bos(tokenizer)
+    rows = [row for row, _ in text_rows(tokenizer, ["um texto " * 40], 32)]
+    assert {len(row) for row in rows[:-1]} == {32}
+    assert {row[0] for row in rows} == {tokenizer.bos_token_id}
+    joined = [token for row in rows for token in row[1:]]
+    assert joined == whole[: len(joined)].tolist() and len(whole) - len(joined) < 2
+
+
 def test_passkeys_of_a_random_model(base, capsys):
     options = [
         "--model",
