@@ -14,9 +14,12 @@ recall      sinks, a window and the latest tokens, in whose places each question
             recalls from an archive of all tokens;
 bm25        no cache: the passages that BM25 finds for the question, as many as make --tokens with
             it, are read again by the plain model;
+embedding   the same with the passages nearest by the embeddings of --embedder
+            (pip install sentence-transformers);
 quantized   all tokens, in --bits bits (transformers' QuantizedCache; pip install optimum-quanto);
 StreamingLLM, SnapKV, KeyDiff, ExpectedAttention
-            presses of kvpress, which compress before they have seen a question.
+            presses of kvpress, which compress before they have seen a question;
+WAY+lora    any of these with the LoRA of --lora in the model's weights.
 
 Measured are the nats a token of the first right answer; of questions with options, how often the
 right one has the fewest nats a token (the model does not see them); with --generate also the
@@ -45,10 +48,11 @@ from cli.names import check_name
 from prepare_documents import MANIFEST
 
 PRESSES = ("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention")
-WAYS = ("plain", "window", "kept", "recall", "bm25", "quantized", *PRESSES)
+WAYS = ("plain", "window", "kept", "recall", "bm25", "embedding", "quantized", *PRESSES)
+WAYS += tuple(f"{name}+lora" for name in WAYS)
 # What a result depends on; the other options choose which results there are
 IDENTITY = ("model", "adapter", "keep_score", "window", "segments", "passage", "bits", "chat")
-IDENTITY += ("generate", "chunk", "precision")
+IDENTITY += ("generate", "chunk", "precision", "lora", "embedder")
 
 
 @dataclass
@@ -62,6 +66,12 @@ class Options:
     out: str = field(metadata={"help": "Files to write, without suffix.", "group": "output"})
     adapter: str | None = option(
         None, "kept: adapter with the scores, a folder or a name on the Hub.", group="model"
+    )
+    lora: str | None = option(
+        None,
+        "WAY+lora: LoRA of PEFT, or adapter with one, a folder or a name on the Hub. By default "
+        "that of --adapter.",
+        group="model",
     )
     keep_score: str | None = option(
         None,
@@ -91,7 +101,12 @@ class Options:
     )
     segments: int = option(2, "Segments of that window.", at_least=1)
     passage: int | None = option(
-        None, "bm25: tokens of a passage. By default an eighth of --tokens.", at_least=8
+        None,
+        "bm25, embedding: tokens of a passage. By default an eighth of --tokens.",
+        at_least=8,
+    )
+    embedder: str | None = option(
+        None, "embedding: model of sentence-transformers, a folder or a name on the Hub."
     )
     bits: Literal["2", "4"] = option("4", "quantized: bits of a number.")
     sets: list[str] = option([], "Sets to read. By default all that --data has.", group="questions")
@@ -138,7 +153,8 @@ def main(argv: list[str] | None = None) -> None:
                 "give the one that it was made from"
             )
         identity = {name: getattr(options, name) for name in IDENTITY}
-        read = [path for path in (options.model, options.adapter) if path and Path(path).exists()]
+        given = (options.model, options.adapter, options.lora, options.embedder)
+        read = [path for path in given if path and Path(path).exists()]
         identity |= {"dtype": str(model.dtype), "files": [state_of_files(path) for path in read]}
         lines = Lines(lines_file, identity)
         drawn = draw(prepared, Prompter(tokenizer, options.chat), options)
@@ -172,8 +188,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def check_options(options: Options) -> None:
     """UserError for options that do not go together."""
-    if options.adapter is not None:
-        check_name("--adapter", options.adapter)
+    for name in ("adapter", "lora", "embedder"):
+        if (given := getattr(options, name)) is not None:
+            check_name(f"--{name}", given)
     for name in ("ways", "sets", "tokens"):
         if len(set(getattr(options, name))) < len(getattr(options, name)):
             given = " ".join(map(str, getattr(options, name)))
@@ -182,6 +199,11 @@ def check_options(options: Options) -> None:
         raise UserError(
             f"--against {options.against} must be one of --ways {' '.join(options.ways)}"
         )
+    if options.embedder is None and any(name.startswith("embedding") for name in options.ways):
+        raise UserError("embedding: give the --embedder, a model of sentence-transformers")
+    tuned = [name for name in options.ways if name.endswith("+lora")]
+    if tuned and options.lora is None and options.adapter is None:
+        raise UserError(f"{tuned[0]}: give the --lora, or an --adapter that has one")
     if options.keep_score in ("learned", "half") and options.adapter is None:
         raise UserError(
             f"--keep_score {options.keep_score}: give the --adapter that has its scores"

@@ -12,7 +12,9 @@ from cli.names import check_name
 from corpora.tokenization import encode_texts
 from hf_infini.compat.cache_name import CACHE, cache_of
 from hf_infini.layers.memory_layer import gates_of
-from hf_infini.models.loading import load_causal_lm, with_finite_weights
+from hf_infini.models.adapter import load_adapter, merged, read_adapter, read_record
+from hf_infini.models.loading import find_folder, load_causal_lm, with_finite_weights
+from hf_infini.models.patching import unpatch_model
 from hf_infini.options import context_limit
 from hf_infini.tools.ready import adapted, load_saved
 from support.measurement import keep_freed_memory
@@ -44,6 +46,29 @@ def load_model(
     if device == "cpu":
         keep_freed_memory()
     return model.eval(), tokenizer
+
+
+def with_lora(model, name: str):
+    """A plain model with a LoRA added to its weights, in place: PEFT's, or that of an adapter of
+    this library, whose memory is left out. `name`: its folder or Hub name; UserError where it
+    cannot be taken, or the adapter has none."""
+    from peft import PeftModel
+
+    try:
+        place = str(find_folder(name, "adapter folder") or name)
+        try:
+            own = bool(read_record(place))
+        except OSError:
+            own = False
+        if not own:
+            return merged(PeftModel.from_pretrained(model, place))
+        if not read_adapter(place).lora:
+            raise UserError(f"--lora {name}: this adapter has no LoRA; give the folder of one")
+        return unpatch_model(merged(load_adapter(model, place)))
+    except UserError:
+        raise
+    except Exception as error:  # whatever PEFT may raise
+        raise UserError(f"--lora {name}: --model cannot take it ({one_line(error)})") from error
 
 
 def read_model(option: str, path: str | Path, **options):

@@ -9,14 +9,16 @@ nothing else uses. Where a way needs no more than its cache, `fork` is all that 
 import contextlib
 import copy
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import DynamicCache
 
-from cli import UserError
+from cli import UserError, one_line
 from hf_infini import InfiniCache
 from hf_infini.compat.cache_name import CACHE
 from hf_infini.models.adapter import read_record
@@ -25,7 +27,7 @@ from hf_infini.options import key_heads
 from support.measurement import cache_bytes
 
 from .caches import LEARNED, bounded
-from .inference import read_in_chunks
+from .inference import read_in_chunks, with_lora
 from .presses import press_of
 from .prompts import Document, Question
 
@@ -38,7 +40,7 @@ class Way:
         name: of the row.
         model: a plain causal language model, in evaluation mode.
         options: of the recipe: `chunk`, `adapter`, `keep_score`, `window`, `segments`, `passage`,
-            `bits`.
+            `embedder`, `bits`, `lora`.
         tokens: places of each key/value head, on average; `None` for a way that is not `bounded`.
     """
 
@@ -165,14 +167,10 @@ class Retrieved(Way):
     bounded, own_positions = True, False
 
     def read(self, document: Document) -> tuple[Document, list[range], Any]:
-        bm25s = _bm25s()
         size, end = self._size(), len(document.ids)
         passages = [range(at, min(at + size, end)) for at in range(document.first, end, size)]
         texts = [self._text(document, part) for part in passages]
-        words, index = self._words(texts, document.language), bm25s.BM25()
-        if words.vocab:
-            index.index(words, show_progress=False)
-        return document, passages, index if words.vocab else None
+        return document, passages, self.index(texts, document.language)
 
     def asked(self, reading: Any, question: Question) -> Any:
         document, passages, index = reading
@@ -180,11 +178,22 @@ class Retrieved(Way):
         count = min(len(passages), max(1, room // self._size()))
         found = list(range(len(passages)))[-count:]  # where there is nothing to look for
         if index is not None:
-            words = self._words([question.text], document.language)
-            found = index.retrieve(words, k=count, show_progress=False)[0][0].tolist()
+            found = self.search(index, question.text, document.language, count)
         chosen = [place for part in sorted(found) for place in passages[part]]
         self.chosen = torch.tensor(chosen)
         return self.read_on(torch.cat([document.ids[: document.first], document.ids[self.chosen]]))
+
+    def index(self, texts: list[str], language: str) -> Any:
+        """What [`Retrieved.search`] looks into; `None` where it would find nothing."""
+        words, index = self._words(texts, language), _bm25s().BM25()
+        if words.vocab:
+            index.index(words, show_progress=False)
+        return index if words.vocab else None
+
+    def search(self, index: Any, asked: str, language: str, count: int) -> list[int]:
+        """The numbers of the `count` texts that a question is nearest to."""
+        words = self._words([asked], language)
+        return index.retrieve(words, k=count, show_progress=False)[0][0].tolist()
 
     def _size(self) -> int:
         return self.options.passage or self.tokens // 8
@@ -203,6 +212,35 @@ class Retrieved(Way):
     @staticmethod
     def _words(texts: list[str], language: str) -> Any:
         return _bm25s().tokenize(texts, stopwords=language, show_progress=False)
+
+
+class Embedded(Retrieved):
+    """The passages whose embeddings are nearest to that of the question, by the model of
+    sentence-transformers that is the option `embedder`; read as those of BM25 are."""
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        self.embedder, self.said = _embedder(self.options.embedder, str(self.model.device)), False
+        yield
+
+    def index(self, texts: list[str], language: str) -> Tensor:
+        limit, tokenizer = self.embedder.max_seq_length, self.embedder.tokenizer
+        if not self.said and limit and callable(tokenizer):
+            ids = tokenizer(texts, truncation=False, verbose=False)["input_ids"]
+            if (longest := max(map(len, ids))) > limit:
+                self.said = True
+                tqdm.write(
+                    f"--embedder reads the first {limit:,} of its tokens of a passage, and some "
+                    f"have {longest:,}: --passage makes shorter ones",
+                    sys.stderr,
+                )
+        how = {"convert_to_tensor": True, "show_progress_bar": False}
+        return self.embedder.encode_document(texts, **how)
+
+    def search(self, index: Tensor, asked: str, language: str, count: int) -> list[int]:
+        how = {"convert_to_tensor": True, "show_progress_bar": False}
+        query = self.embedder.encode_query(asked, **how)
+        return self.embedder.similarity(query, index)[0].topk(count).indices.tolist()
 
 
 class Quantized(Way):
@@ -254,6 +292,22 @@ class Pressed(Way):
         return None  # presses do not say
 
 
+class Tuned:
+    """Mixin: a way whose model has the LoRA of the option `lora`, or of the adapter, added to its
+    weights."""
+
+    @contextlib.contextmanager
+    def ready(self: Any) -> Iterator[None]:
+        plain, own = self.model, self.options
+        # not taken off again, which would round 16-bit weights
+        self.model = with_lora(copy.deepcopy(plain), own.lora or own.adapter)
+        try:
+            with super().ready():
+                yield
+        finally:
+            self.model = plain
+
+
 def _bytes(part: Any) -> int:
     """Of a tensor, or of the tensors that a quantised one consists of."""
     if not isinstance(part, Tensor):
@@ -270,12 +324,27 @@ def _bm25s():
     return bm25s
 
 
-WAYS = {
+def _embedder(name: str, device: str) -> Any:
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise UserError(f"embedding: pip install sentence-transformers ({error})") from error
+    try:
+        return SentenceTransformer(name, device=device)
+    except Exception as error:  # whatever its parts may raise
+        raise UserError(f"--embedder {name}: cannot load it ({one_line(error)})") from error
+
+
+WAYS: dict[str, type[Way]] = {
     "plain": Way,
     "window": Bounded,
     "kept": Kept,
     "recall": Recalled,
     "bm25": Retrieved,
+    "embedding": Embedded,
     "quantized": Quantized,
     **dict.fromkeys(("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention"), Pressed),
+}
+WAYS |= {
+    f"{name}+lora": type(f"Tuned{way.__name__}", (Tuned, way), {}) for name, way in WAYS.items()
 }

@@ -5,16 +5,20 @@ import copy
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 import document_files
 from bad_input import handled, refused
 from corpora.tokenization import build_character_tokenizer
-from decoders import decoder, fitted
+from decoders import begin_with_bos, decoder, fitted
 from evaluation import answer_table, answers, bootstrap, caches, prompts, ways
-from hf_infini import patch_model, save_adapter, unpatch_model
+from hf_infini import lora_config, patch_model, save_adapter, unpatch_model
 from hf_infini.compat.cache_name import CACHE
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from running import kill_when, load_recipe
@@ -29,6 +33,7 @@ TEMPLATE = (
 )
 ALL = 2048  # tokens: more than a document with its questions has
 FEW = 128
+SPECIAL = ("[UNK]", "[PAD]")
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +206,99 @@ def test_a_search_without_words(folder, text, asked):
     assert len(document.ids) - 1 in way.chosen  # the latest passages
 
 
+def saved_embedder(path, texts: list[str], longest: int | None):
+    """A model of sentence-transformers whose words have random embeddings: their mean, or a small
+    BERT with so many positions."""
+    st = pytest.importorskip("sentence_transformers")
+    words = [*SPECIAL, *sorted({word for text in texts for word in text.split()})]
+    backend = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    draw = np.random.default_rng(0)
+    if longest is None:
+        from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+
+        weights = draw.normal(size=(len(words), 64)).astype(np.float32)
+        part = StaticEmbedding(backend, embedding_weights=weights)
+    else:
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = BertConfig(vocab_size=len(words), **sizes, max_position_embeddings=longest)
+        BertModel(config).save_pretrained(path / "bert")
+        names = {"unk_token": "[UNK]", "pad_token": "[PAD]"}
+        PreTrainedTokenizerFast(
+            tokenizer_object=backend, model_max_length=longest, **names
+        ).save_pretrained(path / "bert")
+        st.SentenceTransformer(str(path / "bert")).save(str(path / "embedder"))
+        return path / "embedder"
+    st.SentenceTransformer(modules=[part]).save(str(path / "embedder"))
+    return path / "embedder"
+
+
+def test_embeddings_find_the_passage_with_the_same_words(folder, tmp_path):
+    _, prepared, document, prompter = made(folder, "plain")
+    embedder = saved_embedder(tmp_path, [prepared["text"]], None)
+    way, *_ = made(folder, "embedding", passage=64, embedder=str(embedder))
+    for start in (64, 192, 256):
+        text = document.text[start : start + 64]
+        asked = prompter.question({"question": text.strip(), "kind": "short"}, "en")
+        way.tokens = document.first + len(asked.ids) + 64
+        with way.ready(), torch.inference_mode():
+            way.asked(way.read(document), asked)
+        assert way.chosen.tolist() == [*range(document.first + start, document.first + start + 64)]
+
+
+@pytest.mark.parametrize("passage", (16, 512))
+def test_passages_that_are_too_long_for_an_embedder_are_said(folder, tmp_path, capsys, passage):
+    prepared = lines_of(folder / "data", "contracts")
+    embedder = saved_embedder(tmp_path, [line["text"] for line in prepared], 32)
+    options = ["--embedder", embedder, "--passage", passage, "--sets", "contracts"]
+    ways = ["plain", "embedding"]
+    found = by_way(evaluated(folder, tmp_path / "out", *options, "--tokens", 640, "--ways", *ways))
+    assert found["embedding"].keys() == found["plain"].keys()
+    said = "reads the first 32 of its tokens of a passage"
+    assert capsys.readouterr().err.count(said) == (passage == 512)
+
+
+def tuned_adapter(model, path, kind: str):
+    """An adapter with a LoRA of random numbers: of PEFT, or with scores."""
+    if kind == "scores":
+        fitted(patch_model(model, **caches.memory_options("learned", 64)))
+        config = lora_config(model, r=2, target_modules=["q_proj", "v_proj", "down_proj"])
+    else:
+        config = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
+    tuned, draw = get_peft_model(model, config), torch.Generator().manual_seed(3)
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3, generator=draw)
+    save_adapter(tuned, path) if kind == "scores" else tuned.save_pretrained(path)
+    return tuned.merge_and_unload()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ("scores", "PEFT"))
+def test_a_lora_is_in_the_weights_of_its_ways_and_of_no_other(folder, tmp_path, kind):
+    model = load_causal_lm(folder / "model", dtype=torch.float32)
+    merged = tuned_adapter(model, tmp_path / "lora", kind)
+    merged = unpatch_model(merged) if kind == "scores" else merged
+    shutil.copytree(folder / "model", tmp_path / "model")
+    merged.save_pretrained(tmp_path / "model")
+    names = ["plain", "kept", "recall", "bm25"]
+    options = ["--tokens", FEW, "--sets", "tpo", "--ways"]
+    both = [name + end for end in ("+lora", "") for name in names]
+    lora = ["--lora", tmp_path / "lora"]
+    if kind == "scores":  # the adapter's is the default; its scores are those of the other
+        lora = ["--adapter", tmp_path / "lora"]
+    found = by_way(evaluated(folder, tmp_path / "both", *options, *both, *lora))
+    tuned = ["--model", tmp_path / "model"]
+    wanted = by_way(evaluated(folder, tmp_path / "tuned", *options, *names, *tuned))
+    plain = by_way(evaluated(folder, tmp_path / "plain", *options, *names))
+    for name in names:
+        assert [*found[name].values()] == [*plain[name].values()]
+        for key, line in wanted[name].items():
+            # sums of float32 weights, which were saved
+            assert found[f"{name}+lora"][key]["nats"] == pytest.approx(line["nats"], rel=1e-4)
+            assert line["nats"] != pytest.approx(found[name][key]["nats"], rel=2e-4)
+
+
 @pytest.mark.slow
 def test_quantised_keys_and_values(folder, tmp_path, whole):
     pytest.importorskip("optimum.quanto")
@@ -251,6 +349,21 @@ def test_models_without_a_template_or_with_one_that_does_not_fit(folder, templat
     with pytest.raises(Exception, match="--chat false"):
         prompts.Prompter(tokenizer, True)
     assert prompts.Prompter(tokenizer, False).after == "\nAnswer:"
+
+
+def test_a_model_without_a_template_reads_what_its_tokenizer_begins_with(folder):
+    tokenizer = copy.deepcopy(made(folder, "plain")[-1].tokenizer)
+    begin_with_bos(tokenizer)
+    bos = tokenizer.bos_token_id
+    prepared = lines_of(folder / "data", "contracts")[0]
+    for template, first in ((None, [bos]), (TEMPLATE, [])):
+        tokenizer.chat_template = template
+        prompter = prompts.Prompter(tokenizer, True)
+        document = prompter.document(prepared)
+        assert document.ids.tolist().count(bos) == len(first)
+        assert document.ids[: len(first)].tolist() == first
+        question = prompter.question(prepared["questions"][0], "en")
+        assert bos not in question.ids
 
 
 @pytest.mark.parametrize(
@@ -429,8 +542,24 @@ def test_bad_options_and_folders(folder, tmp_path, capsys):
     ]:
         words = words_for(folder, tmp_path / f"out{len(message)}", *options)
         refused(recipe.main, words, capsys, message)
+    for number, (options, message) in enumerate(
+        [
+            (["--ways", "plain", "embedding"], "give the --embedder"),
+            (["--ways", "plain", "embedding", "--embedder", tmp_path], "cannot load it"),
+            (["--ways", "plain", "plain+lora"], "this adapter has no LoRA"),
+            (
+                ["--ways", "plain", "recall+lora", "--lora", tmp_path / "none"],
+                "--lora: there is no folder",
+            ),
+            (["--ways", "plain", "recall+lora", "--lora", folder / "model"], "cannot take it"),
+        ]
+    ):
+        words = words_for(folder, tmp_path / f"new{number}", "--sets", "tpo", *options)
+        refused(recipe.main, words, capsys, message)
     words = [word for word in words_for(folder, tmp_path / "o") if "adapter" not in word]
     refused(recipe.main, [*words, "--keep_score", "learned"], capsys, "give the --adapter")
+    tuned = ["--ways", "plain", "plain+lora"]
+    refused(recipe.main, [*words, *tuned], capsys, "give the --lora, or an --adapter that has one")
     for name, change in (
         ("tpo.jsonl", lambda text: text.replace("gate", "door", 1)),
         ("documents.json", lambda text: text.replace("8", "9", 1)),
