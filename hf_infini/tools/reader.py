@@ -383,7 +383,7 @@ class Reader:
             if len(numbers):
                 first, last = (int(numbers[place]) - (begin or 0) for place in (0, -1))
                 own = document.ids[numbers]
-                text = self.tokenizer.decode(own, skip_special_tokens=True)
+                text: Any = self.tokenizer.decode(own, skip_special_tokens=True)
                 found.append(Passage(document.number, range(first, last + 1), text))
         return found
 
