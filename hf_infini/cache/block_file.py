@@ -34,7 +34,7 @@ class BlockFile(NamedTuple):
 
     @classmethod
     def at(cls, path: Path, block_bytes: int) -> "BlockFile":
-        """The file at this path, as it is there or will be."""
+        """The file at this path, as it is there or will be, of blocks of `block_bytes`."""
         return cls(path, block_bytes, len(HEADER) if is_free(path) or is_ours(path) else 0)
 
     def write(self, place: int, blocks: Tensor) -> list[Stored]:
@@ -107,7 +107,7 @@ def is_free(path: Path) -> bool:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file begins as those that are written here."""
+    """Whether the file at a `path` begins as those that are written here."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -85,7 +85,7 @@ def test_a_document_is_read_once_for_each_beginning(model, tokenizer, read_ids, 
     reader.read_document(document, progress=False)
     read_ids.clear()
     first = reader.chat(messages, **GREEDY)
-    read = [len(call) for call in read_ids if len(call) > len(document)]
+    read = [len(call) for call in read_ids if len(call) >= len(document)]
     assert len(read) == (kind in ("system", "greeting", "all"))
     # what the model has seen, from a text in which nothing else spells special tokens
     shown = copy.deepcopy(messages)
@@ -117,7 +117,7 @@ def test_messages_before_the_document_are_told_when_it_is_read(
     read_ids.clear()
     for word in ("a", "b", "c", "d", "d"):
         reader.chat([said("system", word), said("user", "Who?")], **GREEDY)
-    assert sum(len(call) > len(TEXT) for call in read_ids) == 4 and len(reader.documents) == 2
+    assert sum(len(call) >= len(TEXT) for call in read_ids) == 4 and len(reader.documents) == 2
     with pytest.raises(ValueError, match="another text"):
         Reader(model, tokenizer).read_document(TEXT, file=tmp_path / "memory")
 
