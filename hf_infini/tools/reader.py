@@ -538,7 +538,7 @@ class Reader:
             try:
                 for place in range(done, len(ids), self.chunk):
                     piece = ids[place : place + self.chunk].to(self.model.device)
-                    decoder_of(self.model)(input_ids=piece[None], use_cache=True, **{CACHE: cache})
+                    self._read_piece(cache, piece)
                     bar.update(len(piece))
                     if save is not None and time.monotonic() > saved + SAVE_SECONDS:
                         try:
@@ -557,6 +557,10 @@ class Reader:
                             bar.write(f"kept: {bar.n:,} tokens; the same call goes on", sys.stderr)
                 raise
         return cache
+
+    def _read_piece(self, cache: InfiniCache, ids: torch.Tensor) -> None:
+        """One call of the model, in which the cache reads these ids, `[tokens]`."""
+        decoder_of(self.model)(input_ids=ids[None], use_cache=True, **{CACHE: cache})
 
 
 def term_numbers(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
