@@ -39,15 +39,15 @@ def merged(caches: Sequence[InfiniCache]) -> InfiniCache:
             raise ValueError(f"cache {number} has read nothing yet: have it read a token first.")
         if (cache.archive is None) != (first.archive is None):
             raise ValueError(
-                "some of these caches have an archive, and some have none: set cache.archive = None "
-                "in a copy of the former, or read with an archive in all."
+                "some of these caches have an archive, and some have none: set cache.archive = "
+                "None in a copy of the former, or read with an archive in all."
             )
-    layers = [_joined([layer.state for layer in each]) for each in zip(*(c.layers for c in caches))]
+    each_layer = zip(*(cache.layers for cache in caches), strict=True)
+    layers = [_joined([layer.state for layer in layers]) for layers in each_layer]
     names = set.intersection(*(set(cache.text) for cache in caches))
     text = {name: torch.cat([cache.text[name] for cache in caches]) for name in sorted(names)}
-    archive = None
-    if first.archive is not None:
-        archive = Archive([row for cache in caches for row in cache.archive.rows()])
+    archives = [cache.archive for cache in caches if cache.archive is not None]
+    archive = Archive([row for each in archives for row in each.rows()]) if archives else None
     columns = max(cache.get_seq_length() for cache in caches)
     return _cache_like(first, layers, columns, text, archive)
 

@@ -66,7 +66,8 @@ class Reading:
     """
 
     def __init__(self, loop: "Loop", request: Request):
-        self.loop, self.request, self.cache = loop, request, None
+        self.loop, self.request = loop, request
+        self.cache: InfiniCache | None = None
         self.left, self._most, self._pieces = request.prompt.tokens - 1, 0, self._in_pieces()
 
     def read(self, most: int) -> int:
@@ -84,20 +85,16 @@ class Reading:
     def _in_pieces(self) -> Iterator[int]:
         loop, request = self.loop, self.request
         prompt, caches = request.prompt, []
-        for ids, cache in prompt.contexts:
-            if cache is None:
-                begun, cache = loop.prefixes.longest(ids)
-                request.cached += begun
-                self.left -= begun
-                if begun < len(ids):
-                    cache = copy.copy(cache) if begun else loop.new_cache()
-                    yield from self._read_on(cache, ids[begun:])
-                    if len(ids) >= SHORTEST_KEPT:
-                        loop.prefixes.keep(ids, cache)
-            else:
-                request.cached += len(ids)
-                self.left -= len(ids)
-            caches.append(loop.new_cache() if cache is None else cache)
+        for ids, known in prompt.contexts:
+            begun, cache = (len(ids), known) if known is not None else loop.prefixes.longest(ids)
+            request.cached += begun
+            self.left -= begun
+            if cache is None or begun < len(ids):
+                cache = loop.new_cache() if cache is None else copy.copy(cache)
+                yield from self._read_on(cache, ids[begun:])
+                if len(ids) >= SHORTEST_KEPT:
+                    loop.prefixes.keep(ids, cache)
+            caches.append(cache)
         cache = joined(caches) if len(caches) > 1 else caches[0]
         if prompt.question is not None and cache.archive is not None and cache.state is not None:
             cache = cache.recall(prompt.question, terms=loop.terms)
@@ -204,7 +201,8 @@ class Loop:
         them at most."""
         archive: Any = cache.archive
         found = [archive.rows()[0].located(block) for block in cache.passages()[:most]]
-        return tuple(Source(number, self.tokenizer.decode(ids)) for number, ids in found)
+        texts = self.tokenizer.batch_decode([ids for _, ids in found])
+        return tuple(Source(number, text) for (number, _), text in zip(found, texts, strict=True))
 
     def _drop(self) -> None:
         """Leaves out requests that were cancelled, and ends those whose time is over."""

@@ -92,7 +92,8 @@ class Request:
     ):
         self.prompt, self.tell, self.max_new_tokens = prompt, tell, max_new_tokens
         self.cancelled, self.deadline = False, time.monotonic() + seconds
-        self.text, self.sources, self.cached = AnswerText(tokenizer, stops), (), 0
+        self.text, self.cached = AnswerText(tokenizer, stops), 0
+        self.sources: tuple[Source, ...] = ()
         self.new = 0  # tokens of the answer
         device, config.max_length = model.device, prompt.tokens + max_new_tokens
         model._prepare_special_tokens(config, True, device)
@@ -138,7 +139,7 @@ class Request:
         if reason is not None:
             self._tell(self.text.end())
         usage = Usage(self.prompt.tokens, self.cached, self.new)
-        self.tell(Ended(reason, error, usage, tuple(self.sources)))
+        self.tell(Ended(reason, error, usage, self.sources))
 
     def _tell(self, text: str) -> None:
         if text:

@@ -1,7 +1,7 @@
 """The requests that are being answered, each a row of one cache."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class Rows:
     """
 
     def __init__(self, model: Any):
-        self.model, self._cache = model, None
+        self.model, self._cache = model, cast(Any, None)
         self.requests: list[Request] = []
 
     def come(self, read: Sequence[tuple[Request, InfiniCache]]) -> None:
@@ -47,7 +47,7 @@ class Rows:
     def step(self) -> list[Tensor | Exception]:
         """Reads the last token of every row: logits `[vocabulary]` for each. Where the call fails,
         rows are called one by one, and those that fail by themselves have their error."""
-        cache: Any = self._cache
+        cache = self._cache
         try:
             return [*self._call(self.requests, cache)]
         except Exception as error:

@@ -48,13 +48,10 @@ class AnswerText:
         return certain
 
     def _new_text(self) -> str:
-        before, whole = (
-            self.tokenizer.decode(
-                self._ids[self._again : stop],
-                skip_special_tokens=True,
-                clean_up_tokenization_spaces=False,
-            )
-            for stop in (self._unknown, len(self._ids))
+        before, whole = self.tokenizer.batch_decode(
+            [self._ids[self._again : stop] for stop in (self._unknown, len(self._ids))],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
         )
         return whole[len(before) :]
 
