@@ -35,6 +35,7 @@ from .tools.ready import (
     load_saved,
     what_helps,
 )
+from .tools.serving import options as serving
 from .tools.terminal import Asked, chat, read_through, say_what_was_read, typed, words_of
 
 # memory files by the content of a text, and fitted scores by the model
@@ -474,6 +475,45 @@ def demo(
     net, tokenizer, archive = _load(model, adapter, kept_tokens, device, dtype, archive=archive)
     with while_("serving the page on", f"--port {port}", kept="the page is closed"):
         Demo(net, tokenizer, archive=archive).page().launch(server_port=port)
+
+
+@app.command()
+def serve(
+    model: Model,
+    host: serving.Host = "127.0.0.1",
+    port: serving.Port = 8000,
+    api_key: serving.ApiKey = None,
+    no_key: serving.NoKey = False,
+    name: serving.Name = None,
+    slots: serving.Slots = 8,
+    queue: serving.Queue = 100,
+    chunk: serving.Chunk = 512,
+    max_tokens: serving.MaxTokens = 1024,
+    max_prompt_tokens: serving.MaxPromptTokens = None,
+    max_megabytes: serving.MaxMegabytes = 32,
+    kept_megabytes: serving.KeptMegabytes = 2000,
+    timeout: serving.Timeout = 600,
+    grace: serving.Grace = 30,
+    archive: Archived = None,
+    adapter: Adapter = None,
+    kept_tokens: KeptTokens = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Answers many requests at once, by an API like OpenAI's.
+
+    Each has a cache of constant size. Documents are uploaded and read once, and asked by their id;
+    what a prompt begins with is not read again. Ctrl-C lets running requests end.
+    """
+    given = {key: value for key, value in locals().items() if key in serving.NAMES}
+    from .tools.serving.server import Settings, serve
+
+    own = {"name": name or Path(model).name, "folder": KEPT, "key": api_key}
+    settings = Settings(**given | own)
+    settings.key_to_ask_for()  # now, and not when the model is there
+    net, tokenizer, archive = _load(model, adapter, kept_tokens, device, dtype, archive=archive)
+    with while_("serving on", f"--host {host} --port {port}", kept="documents are kept"):
+        serve(net, tokenizer, archive, settings, say)
 
 
 @app.command(name="cache")
