@@ -21,8 +21,6 @@ LONGEST = 400  # characters of another library's message
 EXTRAS = {"gradio": "demo", "pypdf": "documents", "bs4": "documents", "gguf": "gguf"}
 SERVING = ("fastapi", "starlette", "uvicorn", "prometheus_client", "multipart")
 EXTRAS |= dict.fromkeys(SERVING, "serve")
-    ("fastapi", "starlette", "uvicorn", "prometheus_client", "multipart"), "serve"
-)
 
 
 class Ended(Exception):
