@@ -42,7 +42,7 @@ class Answer:
     """
 
     def __init__(self, metrics: Metrics, http: Request):
-        self.request: requests.Request | None = None
+        self.request: requests.Request | None = None  # once the engine has taken it
         self.ended: Ended | None = None
         self._metrics, self._began, self._first = metrics, time.monotonic(), True
         self._parts: asyncio.Queue = asyncio.Queue()
@@ -80,8 +80,8 @@ class Answer:
         self._gone.cancel()
         if self.ended is None and self.request is not None:
             engine.cancel(self.request)
-        ended = self.ended
-        how = "cancelled" if ended is None else ended.reason or "error"
+        ended, taken = self.ended, self.request is not None
+        how = ended.reason or "error" if ended else "cancelled" if taken else "refused"
         self._metrics.ended(how, None if ended is None else ended.usage)
         self._metrics.whole.observe(time.monotonic() - self._began)
 
@@ -217,9 +217,10 @@ class Server:
             ready = asyncio.get_running_loop().run_in_executor(
                 self._pool, self._request, answer, asked, stops, make
             )
-            answer.request = await ready
-            made.apart = len(answer.request.prompt.contexts) == len(documents)
-            self.engine.ask(answer.request)
+            request = await ready
+            made.apart = len(request.prompt.contexts) == len(documents)
+            self.engine.ask(request)
+            answer.request = request
             first = await answer.next()
         except (ValueError, TypeError) as error:
             answer.close(self.engine)
@@ -471,7 +472,8 @@ async def _gone(http: Request) -> None:
 
 async def _wrong(http: Request, error: Any) -> Response:
     """What does not have the form of a request."""
-    first = error.errors()[0]
+    # of alternatives the one that goes farthest into what was given
+    first = max(error.errors(), key=lambda each: len(each["loc"]))
     place = ".".join(str(part) for part in first["loc"][1:])
     message = first["msg"].removeprefix("Value error, ")
     return error_reply(400, f"{place}: {message}" if place else message, place or None)

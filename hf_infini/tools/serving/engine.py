@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import torch
+
 from .loop import Loop, Turn
 from .requests import Ended, Request
 
@@ -94,7 +96,8 @@ class Engine:
         def run() -> None:
             if done.set_running_or_notify_cancel():
                 try:
-                    function()
+                    with torch.no_grad():  # which is said for each thread
+                        function()
                 except BaseException as error:
                     done.set_exception(error)
                 else:
