@@ -505,11 +505,10 @@ def serve(
     Each has a cache of constant size. Documents are uploaded and read once, and asked by their id;
     what a prompt begins with is not read again. Ctrl-C lets running requests end.
     """
-    given = {key: value for key, value in locals().items() if key in serving.NAMES}
+    given: dict[str, Any] = {key: locals()[key] for key in serving.NAMES}
     from .tools.serving.server import Settings, serve
 
-    own = {"name": name or Path(model).name, "folder": KEPT, "key": api_key}
-    settings = Settings(**given | own)
+    settings = Settings(name or Path(model).name, KEPT, key=api_key, **given)
     settings.key_to_ask_for()  # now, and not when the model is there
     net, tokenizer, archive = _load(model, adapter, kept_tokens, device, dtype, archive=archive)
     with while_("serving on", f"--host {host} --port {port}", kept="documents are kept"):

@@ -334,7 +334,8 @@ class Server:
 
 
 class _Form:
-    """How an answer is said; one of these for each."""
+    """How an answer is said; one of these for each. `model`: its name; `documents`: that it is
+    about."""
 
     kind, whole_object, piece_object = "", "", ""
 

@@ -24,7 +24,7 @@ def error_body(
 def error_reply(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> JSONResponse:
-    """The reply with an error; arguments as of [`error_body`]."""
+    """The reply with an error: `status`, `message`, `param` and `code` as of [`error_body`]."""
     headers = {"Retry-After": RETRY_SECONDS} if status in (429, 503) else None
     return JSONResponse(error_body(status, message, param, code), status, headers)
 

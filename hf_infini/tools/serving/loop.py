@@ -48,6 +48,7 @@ class Turn(NamedTuple):
     done: bool = True  # after it
 
     def read(self, most: int) -> int:
+        """As of [`Piecewise`], however many `most` are."""
         self.function()
         return self.left
 

@@ -56,7 +56,13 @@ class Settings(NamedTuple):
 
 class GracefulServer(uvicorn.Server):
     """Stops at the first signal when what is answered has ended, or the time is over; at the second
-    one at once."""
+    one at once.
+
+    Args:
+        config: of uvicorn.
+        engine, library: that are stopped.
+        grace: seconds for what is answered.
+    """
 
     def __init__(self, config: uvicorn.Config, engine: Engine, library: Library, grace: float):
         super().__init__(config)
