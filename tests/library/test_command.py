@@ -419,7 +419,7 @@ def test_every_command_of_the_page_runs(folders, run, tmp_path, monkeypatch):
         if "hf-infini " in line
     ]
     known = {one.name or one.callback.__name__ for one in command.app.registered_commands}
-    assert {line.split()[1] for line in commands} | {"demo", "cache"} == known
+    assert {line.split()[1] for line in commands} | {"demo", "cache", "serve"} == known
     for line in commands:
         name, _, *words = shlex.split(line)[1:]
         run(name, folders["plain"], *words, typed="Who?\n")
