@@ -24,7 +24,7 @@ from .tools.inspection import inspect_attention
 from .tools.inspection.page import farthest, inspection_page
 from .tools.one_line import TRACEBACK, run, say, while_
 from .tools.outputs import check_output, replacing
-from .tools.reader import SOURCES, Reader
+from .tools.reader import COLDEST, HOTTEST, SOURCES, Reader
 from .tools.ready import (
     KEPT_TOKENS,
     WINDOW,
@@ -45,7 +45,6 @@ LENGTHS = [8_192, 131_072, 1_048_576]  # of texts, in `estimate`
 INSPECTED, PAGE_WEIGHTS = 200, 44_000_000
 PAGE_LAYERS = 6  # of a page for which no layers were chosen
 LARGEST_PAGE = 100_000_000  # bytes; browsers take long over more
-COLDEST, HOTTEST = 1e-4, 1e4  # temperatures at which logits are numbers in every dtype
 
 
 def _drawn(temperature: float) -> dict[str, Any]:
@@ -505,10 +504,25 @@ def serve(
     Each has a cache of constant size. Documents are uploaded and read once, and asked by their id;
     what a prompt begins with is not read again. Ctrl-C lets running requests end.
     """
-    given: dict[str, Any] = {key: locals()[key] for key in serving.NAMES}
     from .tools.serving.server import Settings, serve
 
-    settings = Settings(name or Path(model).name, KEPT, key=api_key, **given)
+    settings = Settings(
+        name=name or Path(model).name,
+        folder=KEPT,
+        host=host,
+        port=port,
+        key=api_key,
+        no_key=no_key,
+        slots=slots,
+        queue=queue,
+        chunk=chunk,
+        max_tokens=max_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        max_megabytes=max_megabytes,
+        kept_megabytes=kept_megabytes,
+        timeout=timeout,
+        grace=grace,
+    )
     settings.key_to_ask_for()  # now, and not when the model is there
     net, tokenizer, archive = _load(model, adapter, kept_tokens, device, dtype, archive=archive)
     with while_("serving on", f"--host {host} --port {port}", kept="documents are kept"):

@@ -34,6 +34,7 @@ from ..options import check_number
 from .text_file import TextFile
 
 SOURCES = 3  # passages of an answer that are shown
+COLDEST, HOTTEST = 1e-4, 1e4  # temperatures at which logits are numbers in every dtype
 SAVE_SECONDS = 60  # between two files of what has been read so far
 # The chat of a model that has no template; one that was not trained for chats goes on with the next
 # question after a line
@@ -333,7 +334,10 @@ class Reader:
         if cache.archive is not None:
             asked = ids if question is None else [self._encode(self._plain(question))]
             cache = cache.recall(asked, terms=self.terms)
-            self.passages = [self._passages(cache, row, begin) for row in range(len(texts))]
+            documents = None if begin is None else (begin, [*map(len, self.document_ids)])
+            self.passages = [
+                [*passages_of(self.tokenizer, cache, row, documents)] for row in range(len(texts))
+            ]
         inputs = pad_sequence(ids, True, pad, "left").to(self.model.device)
         real = pad_sequence([torch.ones_like(row) for row in ids], True, 0, "left").to(
             self.model.device
@@ -368,24 +372,6 @@ class Reader:
     def sources(self) -> list[list[str]]:
         """The texts of the `passages`."""
         return [[passage.text for passage in each] for each in self.passages]
-
-    def _passages(self, cache: InfiniCache, row: int, begin: int | None) -> list[Passage]:
-        """The passages that a row of a cache keeps, the most relevant first: of the documents,
-        which `begin` there, and not of what is before and behind them."""
-        archive: Any = cache.archive
-        of_row, found = archive.rows()[row], []
-        for block in cache.passages(row):
-            document, numbers = of_row.in_document(block)
-            if begin is not None:
-                inside = numbers - begin
-                inside = inside[(inside >= 0) & (inside < len(self.document_ids[document.number]))]
-                numbers = inside + begin
-            if len(numbers):
-                first, last = (int(numbers[place]) - (begin or 0) for place in (0, -1))
-                own = document.ids[numbers]
-                text: Any = self.tokenizer.decode(own, skip_special_tokens=True)
-                found.append(Passage(document.number, range(first, last + 1), text))
-        return found
 
     def _going_on(self, texts: list[str]) -> tuple[InfiniCache, list[torch.Tensor]]:
         """The cache from which these texts with marks go on, and the ids of each behind it."""
@@ -561,6 +547,34 @@ class Reader:
     def _read_piece(self, cache: InfiniCache, ids: torch.Tensor) -> None:
         """One call of the model, in which the cache reads these ids, `[tokens]`."""
         decoder_of(self.model)(input_ids=ids[None], use_cache=True, **{CACHE: cache})
+
+
+def passages_of(
+    tokenizer: PreTrainedTokenizerBase,
+    cache: InfiniCache,
+    row: int = 0,
+    documents: tuple[int, Sequence[int]] | None = None,
+) -> Iterator[Passage]:
+    """The passages that a row of a cache with an archive keeps, the most relevant first.
+
+    Args:
+        tokenizer: by which they are text; special tokens are left out.
+        cache: after a recall.
+        row: its number.
+        documents: where these begin, in tokens, and the tokens of each: what is before and behind
+            them is left out. `None`: there are none, and all is told that was read.
+    """
+    archive: Any = cache.archive
+    of_row, begin = archive.rows()[row], 0 if documents is None else documents[0]
+    for block in cache.passages(row):
+        document, numbers = of_row.in_document(block)
+        inside = numbers - begin
+        if documents is not None:
+            inside = inside[(inside >= 0) & (inside < documents[1][document.number])]
+        if len(inside):
+            text: Any = tokenizer.decode(document.ids[inside + begin], skip_special_tokens=True)
+            places = range(int(inside[0]), int(inside[-1]) + 1)
+            yield Passage(document.number, places, text)
 
 
 def term_numbers(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:

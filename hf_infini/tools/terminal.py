@@ -7,12 +7,12 @@ from pathlib import Path
 
 import typer
 
-from ..cache.archive_files import archives_of
 from ..cache.cache import InfiniCache
 from ..cache.files import MemoryFileError
 from .estimate import estimate as estimate_cache
 from .one_line import say, while_
 from .reader import Reader
+from .text_file import remove_files
 
 
 def words_of(given):
@@ -59,8 +59,7 @@ def _make_room(error: MemoryFileError, files: Sequence[Path]) -> None:
     """Removes those of the command's own memory `files` that an `error` names, or else all."""
     say(f"reading again, for {error}")
     for file in [file for file in files if file.name in str(error)] or files:
-        for each in (file, file.with_name(f"{file.name}.partial"), *archives_of(file)):
-            each.unlink(missing_ok=True)
+        remove_files(file)
 
 
 class Asked:

@@ -14,13 +14,24 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from ..cache.archive_files import archive_bytes
+from ..cache.archive_files import archive_bytes, archives_of
 from ..cache.cache import InfiniCache, text_after
 from ..cache.files import MemoryFileError
 
 # Has a cache read ids `[tokens]` from a number on, and calls a function from time to time, and when
 # it is interrupted
 ReadOn = Callable[[InfiniCache, Tensor, int, Callable[[], None]], InfiniCache]
+
+
+def remove_files(file: Path) -> None:
+    """Removes a memory `file`, the part of it that was read, and its archives."""
+    for path in (file, _partial(file), *archives_of(file)):
+        path.unlink(missing_ok=True)
+
+
+def _partial(file: Path) -> Path:
+    """What was read so far, while the text is read."""
+    return file.with_name(f"{file.name}.partial")
 
 
 class TextFile(NamedTuple):
@@ -37,7 +48,7 @@ class TextFile(NamedTuple):
     @property
     def partial(self) -> Path:
         """What was read so far, while the text is read."""
-        return self.file.with_name(f"{self.file.name}.partial")
+        return _partial(self.file)
 
     @property
     def lock(self) -> Path:

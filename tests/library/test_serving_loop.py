@@ -84,7 +84,7 @@ def prompts(draw: random.Random, recalls: bool) -> Prompt:
             if len(context) and max(len(each.ids) for each in contexts) >= 16
             else contexts[:1]
         )
-    return Prompt(contexts, rest, rest if recalls else None, sources=2)
+    return Prompt(contexts, rest, rest if recalls else None, begin=0)
 
 
 def requests(draw: random.Random, model, recalls: bool) -> Told:
@@ -309,13 +309,11 @@ def test_documents_are_recalled_as_by_a_reader(models):
         Context(torch.cat([reader._encode(head), reader._encode(text)])) for text in texts
     )
     asked_ids = reader._encode(question[0]["content"])
-    prompt = Prompt(contexts, reader._encode(rest), asked_ids, sources=3)
+    prompt = Prompt(contexts, reader._encode(rest), asked_ids, begin=len(reader._encode(head)))
     each = asked(model, prompt, new=12, do_sample=False)
     run(Loop(model, TOKENIZER, archive=True), each)
     assert each.text.strip() == wanted and each.ended.error is None
-    found = [(source.document, source.text) for source in each.ended.sources]
-    shown = zip(reader.source_documents[0], reader.sources[0], strict=True)
-    assert found and found == [*shown][:3]
+    assert each.ended.passages and [*each.ended.passages] == reader.passages[0][:3]
 
 
 def test_kept_beginnings_make_room_for_others(models):

@@ -5,7 +5,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
+from ...cache.files import MemoryFileError
 from . import requests
 from .engine import Engine, Refused
 from .guard import error_body, error_reply
@@ -67,14 +68,6 @@ class Answer:
             self.ended = found
         return found
 
-    @contextlib.contextmanager
-    def until_the_end(self, engine: Engine) -> Generator[None]:
-        """Within it, parts come; arguments as of `close`: the `engine`."""
-        try:
-            yield
-        finally:
-            self.close(engine)
-
     def close(self, engine: Engine) -> None:
         """Ends what the `engine` still answers, and counts it."""
         self._gone.cancel()
@@ -84,6 +77,25 @@ class Answer:
         how = ended.reason or "error" if ended else "cancelled" if taken else "refused"
         self._metrics.ended(how, None if ended is None else ended.usage)
         self._metrics.whole.observe(time.monotonic() - self._began)
+
+
+class Stream(StreamingResponse):
+    """A reply whose pieces come one by one.
+
+    Args:
+        pieces: of it.
+        close: is called when no piece follows, whoever has ended it and wherever.
+    """
+
+    def __init__(self, pieces: AsyncIterator[str], close: Callable[[], None]):
+        super().__init__(pieces, media_type="text/event-stream")
+        self._close = close
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
 
 
 class Server:
@@ -105,6 +117,8 @@ class Server:
         self.created = int(time.time())
         self._pool = ThreadPoolExecutor(1, "hf_infini prompts")
         self._tokenizer = engine.loop.tokenizer
+        self._known = engine.loop.model.config.vocab_size
+        self._beside = 0  # requests that the engine does not have yet
 
     def app(self) -> FastAPI:
         """The application."""
@@ -156,15 +170,11 @@ class Server:
         stops = asked.stops
         if not self._tokenizer.chat_template:  # it would go on with questions
             stops += ("\n",)
-        if asked.max_tokens is None:
-            asked.max_tokens = asked.max_completion_tokens
 
         def make() -> Prompt:
             context = self.library.contexts(documents, self.prompts)
             return self.prompts.of_chat(turns, [one.text for one in documents], context)
 
-        for document in documents:  # it is read for all, and not for each who asks meanwhile
-            await self._wait_for(document, http)
         return await self._answered(_ChatForm, asked, stops, make, http, documents)
 
     async def complete(self, asked: Completion, http: Request) -> Response:
@@ -208,41 +218,57 @@ class Server:
     ) -> Response:
         """The reply to what was asked, once its first part is known."""
         self._check_model(asked.model)
-        most = self.limits.max_tokens
-        if asked.max_tokens is not None and asked.max_tokens > most:
+        if (asked.max_tokens or 0) > (most := self.limits.max_tokens):
             return error_reply(400, f"an answer has at most {most:,} tokens here.", "max_tokens")
-        answer, made = Answer(self.metrics, http), form(self.name, documents)
-        try:
-            self.engine.check()
-            ready = asyncio.get_running_loop().run_in_executor(
-                self._pool, self._request, answer, asked, stops, make
-            )
-            request = await ready
-            made.apart = len(request.prompt.contexts) == len(documents)
-            self.engine.ask(request)
+        with contextlib.ExitStack() as open_:
+            answer, made = Answer(self.metrics, http), form(self.name, documents)
+            open_.callback(answer.close, self.engine)
+            try:
+                with self._place():
+                    for document in documents:  # it is read for all, and not for each who asks
+                        await self._wait_for(document, http)
+                    request = await asyncio.get_running_loop().run_in_executor(
+                        self._pool, self._request, answer, asked, stops, make
+                    )
+                made.apart = len(request.prompt.contexts) == len(documents)
+                self.engine.ask(request)
+            except MemoryFileError as error:
+                return self._damaged(documents, error)
+            except (ValueError, TypeError) as error:
+                return error_reply(400, str(error))
+            except Refused as error:
+                return error_reply(*_status_of(error))
             answer.request = request
             first = await answer.next()
-        except (ValueError, TypeError) as error:
-            answer.close(self.engine)
-            return error_reply(400, str(error))
-        except Refused as error:
-            answer.close(self.engine)
-            return error_reply(503 if error.stopping else 429, str(error))
-        except BaseException:
-            answer.close(self.engine)
-            raise
-        if first is None:
-            answer.close(self.engine)
-            return Response(status_code=GONE)
-        if isinstance(first, Ended) and first.error is not None:
-            answer.close(self.engine)
-            return error_reply(*_status_of(first.error))
-        if asked.stream:
-            usage = asked.stream_options is not None and asked.stream_options.include_usage
-            return StreamingResponse(
-                self._events(answer, first, made, usage), media_type="text/event-stream"
-            )
-        return await self._whole(answer, first, made)
+            if isinstance(first, Ended) and isinstance(first.error, MemoryFileError):
+                return self._damaged(documents, first.error)
+            if first is None or isinstance(first, Ended) and first.error is not None:
+                return _unanswered(first)
+            if asked.stream:
+                usage = asked.stream_options is not None and asked.stream_options.include_usage
+                close = open_.pop_all().close
+                return Stream(self._events(answer, first, made, usage), close)
+            text, part = "", first
+            while isinstance(part, str):
+                text += part
+                part = await answer.next()
+            failed = part is None or part.error is not None
+            return _unanswered(part) if failed else JSONResponse(made.whole(text, part))
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """Within it, a request waits for the engine; [`Refused`] where there is no place."""
+        self.engine.check(self._beside)
+        self._beside += 1
+        try:
+            yield
+        finally:
+            self._beside -= 1
+
+    def _damaged(self, documents: list[Document], error: Exception) -> Response:
+        """The reply where what was read of documents is damaged; it is read again."""
+        self.library.read_again(documents)
+        return error_reply(503, f"it is read again, send the request once more: {error}")
 
     def _request(
         self, answer: Answer, asked: Asked, stops: tuple[str, ...], make: Callable[[], Prompt]
@@ -253,6 +279,8 @@ class Server:
         config, unknown = model._prepare_generation_config(None, **own)
         if unknown:
             raise ValueError(f"this model takes no {', '.join(unknown)}.")
+        if wrong := [token for token in asked.logit_bias or () if not 0 <= token < self._known]:
+            raise ValueError(f"logit_bias: tokens are from 0 to {self._known - 1}, got {wrong[0]}.")
         most = asked.max_tokens or self.limits.max_tokens
         if self.prompts.limit is not None:
             most = min(most, self.prompts.limit - prompt.tokens)
@@ -268,39 +296,24 @@ class Server:
             seconds=self.limits.seconds,
         )
 
-    async def _whole(self, answer: Answer, part: Any, form: "_Form") -> Response:
-        """The reply, when the answer has ended."""
-        text = ""
-        with answer.until_the_end(self.engine):
-            while isinstance(part, str):
-                text += part
-                part = await answer.next()
-        if part is None:
-            return Response(status_code=GONE)
-        if part.error is not None:
-            return error_reply(*_status_of(part.error))
-        return JSONResponse(form.whole(text, part))
-
     async def _events(
         self, answer: Answer, part: Any, form: "_Form", usage: bool
     ) -> AsyncIterator[str]:
         """The parts of an answer as they come."""
-        with answer.until_the_end(self.engine):
-            for piece in form.begin():
-                yield _event(piece)
-            while isinstance(part, str):
-                yield _event(form.piece(part))
-                part = await answer.next()
-            if part is None:
-                return
-            if part.error is not None:
-                status, message = _status_of(part.error)
-                yield _event(error_body(status, message))
-                return
-            yield _event(form.end(part))
-            if usage:
-                yield _event(form.last(part))
-            yield "data: [DONE]\n\n"
+        for piece in form.begin():
+            yield _event(piece)
+        while isinstance(part, str):
+            yield _event(form.piece(part))
+            part = await answer.next()
+        if part is None:
+            return
+        if part.error is not None:
+            yield _event(error_body(*_status_of(part.error)))
+            return
+        yield _event(form.end(part))
+        if usage:
+            yield _event(form.last(part))
+        yield "data: [DONE]\n\n"
 
     async def _wait_for(self, document: Document, http: Request) -> None:
         """Until a document was read."""
@@ -394,8 +407,8 @@ class _Form:
         names = [document.id for document in self.documents]
         return {
             "sources": [
-                {"document": names[number] if self.apart else None, "text": text}
-                for number, text in ended.sources
+                {"document": names[each.document] if self.apart else None, "text": each.text}
+                for each in ended.passages
             ]
         }
 
@@ -457,12 +470,15 @@ def _event(body: dict[str, Any]) -> str:
 def _status_of(error: Exception) -> tuple[int, str]:
     """The status and the message of what has ended a request."""
     if isinstance(error, Refused):
-        return 503, str(error)
+        return 503 if error.stopping else 429, str(error)
     if isinstance(error, TimeoutError):
         return 504, str(error)
-    if isinstance(error, (ValueError, TypeError)):
-        return 400, str(error)
     return 500, f"the model has failed: {type(error).__name__}: {error}"
+
+
+def _unanswered(ended: Any) -> Response:
+    """The reply where an answer has `ended` by an error, or whoever asked has gone."""
+    return Response(status_code=GONE) if ended is None else error_reply(*_status_of(ended.error))
 
 
 async def _gone(http: Request) -> None:

@@ -56,14 +56,15 @@ class Engine:
         """Requests that are read or answered."""
         return min(len(self._open), self.loop.slots)
 
-    def check(self) -> None:
-        """[`Refused`] where one more request would not be taken."""
+    def check(self, beside: int = 0) -> None:
+        """[`Refused`] where one more request would not be taken; `beside`: others that will come
+        before it."""
         if self.stopping:
             raise Refused("the server is stopping.", stopping=True)
-        if len(self._open) >= self.loop.slots + self.queue_length:
+        if (count := len(self._open) + beside) >= self.loop.slots + self.queue_length:
             raise Refused(
-                f"{len(self._open)} requests are answered or wait already, and this server takes "
-                "no more: send it again later."
+                f"{count} requests are answered or wait already, and this server takes no more: "
+                "send it again later."
             )
 
     def ask(self, request: Request) -> None:
@@ -144,6 +145,6 @@ class Engine:
                 return
             try:
                 idle = not self.loop.step()
-            except Exception as error:  # of the loop itself: whoever asked hears of it
+            except BaseException as error:  # of the loop itself, or a panic of a library in Rust
                 logger.exception("a step has failed")
-                self.loop.end_all(error)
+                self.loop.end_all(error)  # whoever asked hears of it

@@ -35,8 +35,8 @@ class Guard:
     Args:
         app: the one behind it.
         key: that requests must have, but for `/health`; `None`: none.
-        hosts: names by which the server may be called, so that no page in a browser reaches it by
-            another one; `None`: any.
+        hosts: names by which the server may be called, and of pages in a browser that may call it;
+            `None`: any.
         largest: bytes of a request.
     """
 
@@ -47,26 +47,26 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        refusal = self._refusal(scope["path"], {**dict(scope["headers"])})
+        refusal = self._refusal(scope["path"], dict(scope["headers"]))
         if refusal is not None:
             await refusal(scope, receive, send)
             return
-        sizes = []
+        size = 0
 
         async def counted():
+            nonlocal size
             message = await receive()
-            sizes.append(len(message.get("body", b"")))
-            if sum(sizes) > self.largest:
+            size += len(message.get("body", b""))
+            if size > self.largest:
                 raise HTTPException(413, self._too_large())
             return message
 
         await self.app(scope, counted, send)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> JSONResponse | None:
-        host = headers.get(b"host", b"").decode("latin-1")
-        name = host.rsplit(":", 1)[0] if host.rpartition(":")[2].isdigit() else host
-        if self.hosts is not None and name not in self.hosts:
-            return error_reply(403, f"this server is not called {name!r:.80}.")
+        for called in (headers.get(b"host", b""), headers.get(b"origin")) if self.hosts else ():
+            if called is not None and (name := _name_in(called)) not in self.hosts:
+                return error_reply(403, f"this server is not called {name!r:.80}.")
         sent = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         if self.key is not None and path != "/health":
             if not hmac.compare_digest(sent, self.key.encode()):
@@ -83,3 +83,10 @@ class Guard:
 
     def _too_large(self) -> str:
         return f"a request has at most {self.largest:,} bytes on this server."
+
+
+def _name_in(called: bytes) -> str:
+    """The name in a Host or an Origin, without its scheme and port."""
+    host = called.decode("latin-1").rpartition("://")[2]
+    name, _, port = host.rpartition(":")
+    return name if port.isdigit() else host

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ...cache.archive_files import archives_of
 from ...cache.cache import InfiniCache
 from ...cache.files import MemoryFileError, describe_model
 from ...models.loading import fingerprint
@@ -23,6 +23,7 @@ from .. import cache_folder
 from ..documents import read_document
 from ..outputs import replacing
 from ..reader import Reader
+from ..text_file import remove_files
 from .engine import Engine
 from .prefixes import Prefixes
 from .prompts import Prompts
@@ -51,14 +52,23 @@ class Document:
         return "error" if self.reading.cancelled() or self.reading.exception() else "processed"
 
 
+class Removed(Exception):
+    """A document is no longer there while it is read."""
+
+
 class TurnReader(Reader):
-    """A reader whose every piece is a turn of an `engine`; the other arguments as of [`Reader`]."""
+    """A reader whose every piece is a turn of an `engine`; the other arguments as of [`Reader`].
+
+    Attributes:
+        check: is called before each piece, and may raise.
+    """
 
     def __init__(self, engine: Engine, tokenizer: Any, **options):
-        self.engine = engine
+        self.engine, self.check = engine, lambda: None
         super().__init__(engine.loop.model, tokenizer, archive=engine.loop.archive, **options)
 
     def _read_piece(self, cache: InfiniCache, ids: Tensor) -> None:
+        self.check()
         read = functools.partial(super()._read_piece, cache, ids)
         self.engine.turn(read, len(ids))
 
@@ -88,7 +98,7 @@ class Library:
         self.folder, self.memories, self.engine, self.model = folder, memories, engine, model
         self.tokenizer, template = tokenizer, str(tokenizer.chat_template)
         self._key_parts = engine.loop.model.dtype, fingerprint(tokenizer), template
-        self._kept = Prefixes(kept_bytes)
+        self._kept, self._lock = Prefixes(kept_bytes), threading.Lock()
         self._pool = ThreadPoolExecutor(1, "hf_infini documents")
         self._documents: dict[str, Document] = {}
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,15 +123,16 @@ class Library:
             except (ValueError, OSError) as error:
                 raise ValueError(str(error).replace(str(path), filename)) from error
         name = f"file-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-        if (known := self._documents.get(name)) and known.status != "error":
-            return known
-        document = Document(name, filename, text, len(content), int(time.time()))
-        about = {"filename": filename, "text": text, "bytes": document.bytes}
-        with replacing(self.folder / f"{name}.json") as file:
-            file.write_text(json.dumps(about | {"created": document.created}), "utf-8")
-        self._documents[name] = document
-        self._start(document)
-        return document
+        with self._lock:  # the same one may come twice at once, or be removed meanwhile
+            if (known := self._documents.get(name)) and known.status != "error":
+                return known
+            document = Document(name, filename, text, len(content), int(time.time()))
+            about = {"filename": filename, "text": text, "bytes": document.bytes}
+            with replacing(self.folder / f"{name}.json") as file:
+                file.write_text(json.dumps(about | {"created": document.created}), "utf-8")
+            self._documents[name] = document
+            self._start(document)
+            return document
 
     def get(self, name: str) -> Document:
         """The document with this id, `name`; KeyError where there is none."""
@@ -133,12 +144,18 @@ class Library:
     def remove(self, name: str) -> None:
         """Deletes the document with this id, `name`, and what was read of it; KeyError where there
         is none."""
-        document = self._documents.pop(name)
-        document.reading.cancel()
-        (self.folder / f"{name}.json").unlink(missing_ok=True)
-        file = self._file(document)
-        for path in (file, file.with_suffix(".json"), *_parts_of(file)):
-            path.unlink(missing_ok=True)
+        with self._lock:
+            document = self._documents.pop(name)
+            (self.folder / f"{name}.json").unlink(missing_ok=True)
+            self._forget(document)
+
+    def read_again(self, documents: Iterable[Document]) -> None:
+        """Reads `documents` again that were read: what there is of them is damaged."""
+        with self._lock:
+            for document in documents:
+                if document.status == "processed" and self._is_here(document):
+                    self._forget(document)
+                    self._start(document)
 
     def contexts(self, documents: Iterable[Document], prompts: Prompts):
         """The function `context` of [`Prompts.of_chat`], of these `prompts`, for `documents`: with
@@ -175,6 +192,21 @@ class Library:
         )
         return self.memories / f"{cache_folder.key_of(self.engine.loop.model, *parts)}.safetensors"
 
+    def _is_here(self, document: Document) -> bool:
+        return self._documents.get(document.id) is document
+
+    def _forget(self, document: Document) -> None:
+        """Removes what was read of a document. One that is being read sees to it at its end."""
+        self._kept = Prefixes(self._kept.limit)  # whose archives may be in the file
+        if document.reading.cancel() or document.reading.done():
+            self._remove_files(document)
+
+    def _remove_files(self, document: Document) -> None:
+        file = self._file(document)
+        remove_files(file)
+        for beside in (file.with_suffix(".json"), file.with_name(f"{file.name}.lock")):
+            beside.unlink(missing_ok=True)
+
     def _start(self, document: Document) -> None:
         document.reading = self._pool.submit(self._read, document)
 
@@ -182,14 +214,24 @@ class Library:
         """Reads a document, or what is missing of it, into its file."""
         reader = TurnReader(self.engine, self.tokenizer, chunk=self.engine.loop.chunk)
         file = self._file(document)
+
+        def check() -> None:
+            if not self._is_here(document):
+                raise Removed(f"{document.id} was deleted.")
+
+        reader.check = check
         try:
-            self._load(document, reader)
-        except MemoryFileError as error:
-            logger.warning("reading again, for %s", error)
-            for path in (file, *_parts_of(file)):
-                path.unlink(missing_ok=True)
-            self._load(document, reader)
-        cache_folder.note(file, model=self.model, adapter=None, documents=[document.filename])
+            try:
+                self._load(document, reader)
+            except MemoryFileError as error:
+                logger.warning("reading again, for %s", error)
+                remove_files(file)
+                self._load(document, reader)
+            cache_folder.note(file, model=self.model, adapter=None, documents=[document.filename])
+        finally:
+            with self._lock:
+                if not self._is_here(document):
+                    self._remove_files(document)
 
     def _load(self, document: Document, reader: Reader) -> InfiniCache:
         """The cache after a document, from its file, or by a reader into it."""
@@ -204,9 +246,3 @@ class Library:
 def _head(reader: Reader) -> str:
     """What is before a document in the usual chat."""
     return reader._rendered_parts([{"role": "user", "content": ""}], True)[0]
-
-
-def _parts_of(file: Path) -> list[Path]:
-    """What is beside a memory file."""
-    partial = file.with_name(f"{file.name}.partial")
-    return [partial, *archives_of(file), *archives_of(partial)]

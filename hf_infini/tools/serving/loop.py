@@ -1,6 +1,7 @@
 """The loop that answers many requests: it reads prompts in pieces beside the decoding of others."""
 
 import copy
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,9 +15,9 @@ from ...cache.cache import InfiniCache, InfiniLayer
 from ...cache.joined import joined
 from ...compat.cache_name import CACHE
 from ...models.structure import decoder_of
-from ..reader import term_numbers
+from ..reader import SOURCES, passages_of, term_numbers
 from .prefixes import Prefixes
-from .requests import ENDS, Request, Source
+from .requests import ENDS, Request
 from .rows import Rows
 
 SHORTEST_KEPT = 64  # tokens of a beginning that is worth its state
@@ -99,11 +100,14 @@ class Reading:
         cache = joined(caches) if len(caches) > 1 else caches[0]
         if prompt.question is not None and cache.archive is not None and cache.state is not None:
             cache = cache.recall(prompt.question, terms=loop.terms)
-            request.sources = loop.sources_of(cache, prompt.sources)
+            if prompt.begin is not None:
+                sizes = [len(context.ids) - prompt.begin for context in prompt.contexts]
+                found = passages_of(loop.tokenizer, cache, documents=(prompt.begin, sizes))
+                request.passages = (*itertools.islice(found, SOURCES),)
         elif len(caches) == 1:
             cache = copy.copy(cache)
         cache.archive = None  # nobody asks it again
-        if cache.state is None:  # a row has a state before its first token
+        if cache.state is None and len(prompt.rest) == 1:  # a row has a state before its token
             loop.read(cache, prompt.rest[:1], real=False)
         yield from self._read_on(cache, prompt.rest[:-1])
         self.cache = cache
@@ -176,7 +180,7 @@ class Loop:
             self._decode()
         return True
 
-    def end_all(self, error: Exception) -> None:
+    def end_all(self, error: BaseException) -> None:
         """Ends all requests with an `error`."""
         for request in self.requests:
             _told(request, None, error)
@@ -196,14 +200,6 @@ class Loop:
         mask = None if real else torch.zeros_like(ids)
         given = {"input_ids": ids, "attention_mask": mask, "use_cache": True, CACHE: cache}
         decoder_of(self.model)(**given)
-
-    def sources_of(self, cache: InfiniCache, most: int) -> tuple[Source, ...]:
-        """The passages that the row of a `cache` has recalled, the most relevant first, `most` of
-        them at most."""
-        archive: Any = cache.archive
-        found = [archive.rows()[0].located(block) for block in cache.passages()[:most]]
-        texts = self.tokenizer.batch_decode([ids for _, ids in found])
-        return tuple(Source(number, text) for (number, _), text in zip(found, texts, strict=True))
 
     def _drop(self) -> None:
         """Leaves out requests that were cancelled, and ends those whose time is over."""
@@ -242,7 +238,11 @@ class Loop:
                 self.reading.remove(one)
                 if isinstance(one, Reading):
                     read.append((one.request, one.cache))
-        self.rows.come(read)
+        try:
+            self.rows.come(read)
+        except Exception as error:  # such as no memory: those that are answered go on
+            for request, _ in read:
+                _told(request, None, error)
 
     def _decode(self) -> None:
         """One token for each row; those whose answers end leave."""
@@ -261,7 +261,7 @@ class Loop:
         self.rows.go(gone)
 
 
-def _told(request: Request, reason: ENDS | None, error: Exception | None) -> None:
+def _told(request: Request, reason: ENDS | None, error: BaseException | None) -> None:
     """Ends a request, whether or not anybody listens."""
     try:
         request.end(reason, error)

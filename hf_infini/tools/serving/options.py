@@ -36,7 +36,3 @@ Timeout = Annotated[float, typer.Option(min=1, help="Seconds after which a reque
 Grace = Annotated[
     float, typer.Option(min=0, help="Seconds that requests have when the server is stopped.")
 ]
-
-# Those that are settings of the server by the same name
-NAMES = {"host", "port", "no_key", "slots", "queue", "chunk", "max_tokens", "max_prompt_tokens"}
-NAMES |= {"max_megabytes", "kept_megabytes", "timeout", "grace"}

@@ -1,5 +1,6 @@
 """What is asked, as ids: what a prompt begins with and what recalls from it."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from .requests import Context, Prompt
 # Tokens at the end of a prompt that are read with what they recall, so many or up to twice as many;
 # and of these the last ones by which it is recalled
 ASKED, QUESTION = 256, 64
-SOURCES = 3  # passages that are told of an answer about documents
+TEXTS = 16  # latest ones whose ids are kept, for the next question about them
 
 
 class Prompts:
@@ -22,11 +23,15 @@ class Prompts:
     Args:
         reader: by whose templates and tokens; its archive says whether prompts recall.
         most: tokens of a prompt, the answer's not included; `None`: any number.
+
+    Attributes:
+        context: a document's text after the beginning of a chat, both given, as a [`Context`].
     """
 
     def __init__(self, reader: Reader, most: int | None = None):
         self.reader, self.most = reader, most
         self.limit = context_limit(reader.model.config)
+        self.context = functools.lru_cache(TEXTS)(self._context)
 
     def of_text(self, text: str | Sequence[int]) -> Prompt:
         """That of a `text`, or of its ids, as it is. What spells a special token is one."""
@@ -63,13 +68,12 @@ class Prompts:
         if len(texts) > 1 and not (reader.archive and reader.reads_apart(texts)):
             texts = ["\n\n".join(texts)]
         make = self.context if context is None else context
+        recalls = question if reader.archive else None
+        begin = len(reader._encode(head))
         contexts = tuple(make(head, text) for text in texts)
-        behind = reader._encode(rest)
-        return self._checked(
-            Prompt(contexts, behind, question if reader.archive else None, SOURCES)
-        )
+        return self._checked(Prompt(contexts, reader._encode(rest), recalls, begin))
 
-    def context(self, head: str, text: str) -> Context:
+    def _context(self, head: str, text: str) -> Context:
         """A document's `text` after the beginning of a chat, `head`."""
         reader = self.reader
         return Context(torch.cat([reader._encode(head), reader._encode(reader._plain(text))]))

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ...cache.cache import InfiniCache
+from ..reader import Passage
 from .text import AnswerText
 
 ENDS = Literal["stop", "length"]
@@ -30,18 +31,13 @@ class Prompt(NamedTuple):
     rest: Tensor  # `[tokens]`, 1 or more, behind the context
     # `[tokens]`, by which the rest recalls from the context; `None`: nothing is recalled
     question: Tensor | None = None
-    sources: int = 0  # so many recalled passages are told
+    # Where documents begin in each context, in tokens, of which the recalled passages are told;
+    # `None`: there are none
+    begin: int | None = None
 
     @property
     def tokens(self) -> int:
         return sum(len(context.ids) for context in self.contexts) + len(self.rest)
-
-
-class Source(NamedTuple):
-    """A passage that an answer looked at."""
-
-    document: int  # its number among the contexts
-    text: str
 
 
 class Usage(NamedTuple):
@@ -56,9 +52,9 @@ class Ended(NamedTuple):
     """What a request is told last: how its answer has ended, or by which error."""
 
     reason: ENDS | None
-    error: Exception | None
+    error: BaseException | None
     usage: Usage
-    sources: tuple[Source, ...] = ()
+    passages: tuple[Passage, ...] = ()  # of documents, at which the answer has looked
 
 
 class Request:
@@ -93,7 +89,7 @@ class Request:
         self.prompt, self.tell, self.max_new_tokens = prompt, tell, max_new_tokens
         self.cancelled, self.deadline = False, time.monotonic() + seconds
         self.text, self.cached = AnswerText(tokenizer, stops), 0
-        self.sources: tuple[Source, ...] = ()
+        self.passages: tuple[Passage, ...] = ()
         self.new = 0  # tokens of the answer
         device, config.max_length = model.device, prompt.tokens + max_new_tokens
         model._prepare_special_tokens(config, True, device)
@@ -134,12 +130,12 @@ class Request:
             ended = "length"
         return ended
 
-    def end(self, reason: ENDS | None, error: Exception | None = None) -> None:
+    def end(self, reason: ENDS | None, error: BaseException | None = None) -> None:
         """Tells what is left, and how it has ended: its `reason`, or the `error`."""
         if reason is not None:
             self._tell(self.text.end())
         usage = Usage(self.prompt.tokens, self.cached, self.new)
-        self.tell(Ended(reason, error, usage, self.sources))
+        self.tell(Ended(reason, error, usage, self.passages))
 
     def _tell(self, text: str) -> None:
         if text:

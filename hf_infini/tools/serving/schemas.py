@@ -2,7 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ..reader import COLDEST, HOTTEST
 
 # Of what is not supported, the values that change nothing; of what says nothing about an answer,
 # any (`None`)
@@ -68,7 +70,7 @@ class Asked(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     model: str
-    temperature: float | None = Field(None, ge=0, le=100)
+    temperature: float | None = Field(None, ge=0, le=HOTTEST)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -95,6 +97,14 @@ class Asked(BaseModel):
                 )
         return {name: value for name, value in given.items() if name not in NEUTRAL}
 
+    @field_validator("temperature")
+    @classmethod
+    def warm(cls, given: float | None) -> float | None:
+        """ValueError for a temperature, `given`, at which logits are no numbers."""
+        if given and given < COLDEST:
+            raise ValueError(f"give 0, for the likeliest tokens, or {COLDEST} at least.")
+        return given
+
     @property
     def stops(self) -> tuple[str, ...]:
         """All strings at which the answer ends."""
@@ -120,6 +130,14 @@ class Chat(Asked):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     document: str | Annotated[list[str], Field(max_length=100)] | None = None
+
+    @model_validator(mode="after")
+    def one_limit(self) -> "Chat":
+        """Takes either name of the limit; ValueError for both."""
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("give either max_completion_tokens or max_tokens.")
+        self.max_tokens = self.max_tokens or self.max_completion_tokens
+        return self
 
     @property
     def documents(self) -> list[str]:

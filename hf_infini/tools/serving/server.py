@@ -124,18 +124,19 @@ def serve(model: Any, tokenizer: Any, archive: bool, settings: Settings, say: An
         model, tokenizer, archive, settings: as of [`application`].
         say: is called with a line when the server takes requests.
     """
-    app, engine, library = application(model, tokenizer, archive, settings)
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=LAST_SECONDS
-    )
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family) as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((settings.host, settings.port))
+        bound.bind((settings.host, settings.port))  # before threads read documents
         bound.listen(2048)
+        app, engine, library = application(model, tokenizer, archive, settings)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=LAST_SECONDS
+        )
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        say(f"http://{host}:{bound.getsockname()[1]}/v1 answers as {settings.name}; Ctrl-C ends it")
         try:
+            url = f"http://{host}:{bound.getsockname()[1]}/v1"
+            say(f"{url} answers as {settings.name}; Ctrl-C ends it")
             GracefulServer(config, engine, library, settings.grace).run([bound])
         finally:
             engine.stop()
