@@ -7,10 +7,10 @@ r"""Tokens a second, and times to the first token, of any server with an API lik
         --out runs/serving.json
 
 Each request has a part of the text of its own, so that no server has read its beginning before, and
-asks for a summary. The requests of a row are sent at the same moment, or, in its second line, one
-after the other. Tokens of answers are counted as the server says them, over the time from the first
-request to the last answer. An answer that fails ends the measurement. For figures of record let
-nothing else run.
+asks for a summary. The requests of a row are sent at the same moment, or, with `--sent in_turn`,
+each after the answer before; a short one comes first and is not measured. Tokens of answers are
+counted as the server says them, over the time from the first request to the last answer. An answer
+that fails ends the measurement. For figures of record let nothing else run.
 
 Prints a table and writes OUT, after every measurement.
 """
@@ -31,14 +31,15 @@ QUESTION = "\n\nSummarize this text in a few sentences."
 class Options:
     url: str = needed("Address of the API, such as http://127.0.0.1:8000/v1.", group="server")
     model: str = needed("Name of the model, as the server has it.")
-    key: str = option("none", "Its key.")
     tokenizer: str = needed("Folder or Hub name by which prompts are measured.", group="requests")
     text: str = needed("Text file that prompts are parts of.")
+    out: str = needed("JSON file to write.")
     requests: list[int] = option([1, 4, 16], "Requests at the same moment.", at_least=1)
     tokens: list[int] = option([1024, 8192], "Tokens of a prompt.", at_least=16)
+    sent: list[str] = option(["together"], "How.", choices=["together", "in_turn"])
     new_tokens: int = option(64, "Tokens of an answer, at most.", at_least=1)
+    key: str = option("none", "Key of the server.")
     timeout: int = option(3600, "Seconds of a request, at most.", at_least=1)
-    out: str = needed("JSON file to write.", group="output")
 
 
 @dataclass
@@ -59,11 +60,13 @@ def main(argv: list[str] | None = None) -> None:
     check_place(out, {"rows": list})
     prompts = parts_of(options)
     rows = []
+    answer(options, "Hello")
     print("| tokens before | requests | sent | tokens/s | first token, median | 95 % |")
     print("| ---: | ---: | --- | ---: | ---: | ---: |", flush=True)
     for tokens in options.tokens:
         for count in options.requests:
-            for together in (True, False) if count > 1 else (True,):
+            for sent in options.sent:
+                together = sent == "together"
                 found, seconds = measured(
                     options, [next(prompts[tokens]) for _ in range(count)], together
                 )

@@ -1,63 +1,40 @@
 """The server by the client of OpenAI and by raw requests: nobody gets the text of another, and
 nobody is left without a word."""
 
+import asyncio
 import contextlib
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
-import torch
-import uvicorn
-
-import hf_infini
-from decoders import decoder
-from hf_infini.tools.reader import Reader
-from hf_infini.tools.serving.prompts import Prompts
-from running import sample_text
-from served import alone, served_model, served_tokenizer
 
 openai = pytest.importorskip("openai", reason="pip install '.[test]'")
 pytest.importorskip("prometheus_client", reason="pip install '.[serve]'")
 
-from hf_infini.tools.serving.server import Settings, application  # noqa: E402
-
-TEXT = sample_text()
-TOKENIZER = served_tokenizer()
-GREEDY = {"temperature": 0}
-
-
-@contextlib.contextmanager
-def running(folder: Path, kind: str = "llama, recalls", slow: float = 0, **options):
-    """A server of a small model in this process, on a free port; `slow`: seconds of each call."""
-    model = served_model(kind, TOKENIZER)
-    if slow:
-        model.model.register_forward_pre_hook(lambda *args: time.sleep(slow))
-    settings = Settings("small", folder, **{"max_tokens": 200} | options)
-    app, engine, library = application(model, TOKENIZER, kind == "llama, recalls", settings)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        bound.listen(512)
-        thread = threading.Thread(target=server.run, args=([bound],))
-        thread.start()
-        server.engine, server.library, server.model = engine, library, model
-        server.address = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        try:
-            yield server
-        finally:
-            engine.stop()
-            library.close()
-            server.should_exit = True
-            thread.join()
+from hf_infini.tools.reader import Reader  # noqa: E402
+from hf_infini.tools.serving.api import Stream  # noqa: E402
+from hf_infini.tools.serving.prompts import Prompts  # noqa: E402
+from hf_infini.tools.serving.server import Settings  # noqa: E402
+from served import alone  # noqa: E402
+from serving import (  # noqa: E402  # noqa: E402
+    BODY,
+    GREEDY,
+    TEXT,
+    TOKENIZER,
+    asked,
+    client_of,
+    refused,
+    running,
+    said_in,
+    streamed,
+    user,
+    wait_until,
+    wanted,
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,38 +43,9 @@ def server(tmp_path_factory):
         yield server
 
 
-def client_of(server, **options):
-    given = {"api_key": "none", "max_retries": 0} | options
-    return openai.OpenAI(base_url=f"{server.address}/v1", **given)
-
-
 @pytest.fixture
 def client(server):
     return client_of(server)
-
-
-def wait_until(holds, seconds: int = 60) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def wanted(server, messages, new: int, stops=(), seed=0, **options):
-    """The text, and how it ends, of a request that nobody else is beside."""
-    model = server.model
-    prompt = Prompts(Reader(model, TOKENIZER, archive=True)).of_chat(messages)
-    config, _ = model._prepare_generation_config(None, **options or {"do_sample": False})
-    _, text, reason = alone(model, TOKENIZER, prompt, config, new, stops, seed, archive=True)
-    return text, reason
-
-
-def user(text: str) -> list[dict]:
-    return [{"role": "user", "content": text}]
-
-
-def asked(client, messages, **options):
-    return client.chat.completions.create(model="small", messages=messages, **options)
 
 
 CHATS = {
@@ -199,64 +147,6 @@ def test_the_model_is_listed_and_metrics_are_counted(server, client):
     assert count("hf_infini_running") == count("hf_infini_waiting") == 0
 
 
-def upload(client, text: str, name: str = "play.txt"):
-    document = client.files.create(file=(name, text.encode()), purpose="user_data")
-    wait_until(lambda: client.files.retrieve(document.id).status == "processed")
-    return document
-
-
-def test_documents_are_read_once_and_asked_by_their_id(server, client):
-    texts = [TEXT[2000:4500].strip(), TEXT[9000:10500].strip()]  # as files are read
-    documents = [upload(client, text, f"{number}.txt") for number, text in enumerate(texts)]
-    listed = {each.id: each for each in client.files.list()}
-    assert {document.id for document in documents} <= listed.keys()
-    assert listed[documents[0].id].bytes == len(texts[0].encode())
-    assert upload(client, texts[0], "again.txt").id == documents[0].id  # the same text
-    question = user("Who is the king?")
-    for chosen in (documents[:1], documents):
-        reader = Reader(server.model, TOKENIZER, archive=True)
-        reader.read_documents(texts[: len(chosen)], progress=False)
-        said = reader.chat(question, max_new_tokens=12, do_sample=False)
-        body = {"document": [document.id for document in chosen]}
-        reply = asked(client, question, max_tokens=12, extra_body=body, **GREEDY)
-        assert reply.choices[0].message.content.strip() == said
-        assert reply.usage.prompt_tokens_details.cached_tokens > sum(map(len, texts[: len(chosen)]))
-        found = [(source["document"], source["text"]) for source in reply.sources]
-        shown = [(chosen[each.document].id, each.text) for each in reader.passages[0]]
-        assert found and found == shown[:3]
-    # after another beginning of the chat it is read once more
-    messages = [{"role": "system", "content": "Say little."}, *question]
-    reader = Reader(server.model, TOKENIZER, archive=True)
-    reader.read_document(texts[0], progress=False, before=messages[:1])
-    said = reader.chat(messages, max_new_tokens=12, do_sample=False)
-    body = {"document": documents[0].id}
-    for cached in (False, True):
-        reply = asked(client, messages, max_tokens=12, extra_body=body, **GREEDY)
-        assert reply.choices[0].message.content.strip() == said
-        assert (reply.usage.prompt_tokens_details.cached_tokens > len(texts[0])) == cached
-    assert client.files.delete(documents[0].id).deleted
-    with pytest.raises(openai.NotFoundError, match="no document"):
-        asked(client, question, extra_body=body)
-    with pytest.raises(openai.NotFoundError):
-        client.files.retrieve(documents[0].id)
-    kept = [path.name for path in server.library.memories.glob("*.safetensors")]
-    assert len(kept) == len([*server.library])
-
-
-def test_short_documents_are_read_as_one_text(server, client):
-    texts = ["A rose.", "A thorn."]
-    documents = [upload(client, text, f"{number}.txt") for number, text in enumerate(texts)]
-    reader = Reader(server.model, TOKENIZER, archive=True)
-    reader.read_document("\n\n".join(texts), progress=False)
-    said = reader.chat(user("What?"), max_new_tokens=9, do_sample=False)
-    body = {"document": [document.id for document in documents]}
-    reply = asked(client, user("What?"), max_tokens=9, extra_body=body, **GREEDY)
-    assert reply.choices[0].message.content.strip() == said
-    for document in documents:
-        client.files.delete(document.id)
-
-
-BODY = {"model": "small", "messages": user("To be"), "max_tokens": 4, "temperature": 0}
 # What is sent, and what of the reply: its status, and words of the message
 WRONG = {
     "no JSON": (b"{", 400, "JSON"),
@@ -285,15 +175,11 @@ WRONG = {
     ),
     "half of a character": (json.dumps(BODY | {"messages": user("\ud800")}).encode(), 400, "half"),
     "an unknown document": (BODY | {"document": "file-0"}, 404, "no document 'file-0'"),
-    "a bias of no token": (BODY | {"logit_bias": {"99999": 1}}, 400, ""),
+    "a bias of no token": (BODY | {"logit_bias": {"99999": 1}}, 400, "logit_bias"),
+    "a bias below all tokens": (BODY | {"logit_bias": {"-1": 1}}, 400, "logit_bias"),
+    "two limits": (BODY | {"max_completion_tokens": 4}, 400, "max_completion_tokens"),
+    "a temperature near 0": (BODY | {"temperature": 1e-9}, 400, "0.0001"),
 }
-
-
-def refused(reply: httpx.Response, status: int) -> dict:
-    assert reply.status_code == status, reply.text
-    error = reply.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"} and error["message"]
-    return error
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -358,7 +244,11 @@ def test_large_requests_keys_and_hosts(tmp_path):
         refused(httpx.post(url, files=files, headers=bare), 413)
         assert client_of(server, api_key="secret").models.list().data
     with running(tmp_path) as server:
-        refused(httpx.get(f"{server.address}/v1/models", headers={"host": "evil.example"}), 403)
+        for headers in ({"host": "evil.example"}, {"origin": "https://evil.example"}):
+            for name in ({"origin": "null"}, headers):  # a page of elsewhere, in a browser here
+                refused(httpx.get(f"{server.address}/v1/models", headers=name), 403)
+        near = {"origin": "http://localhost:3000"}
+        assert httpx.get(f"{server.address}/v1/models", headers=near).is_success
         assert httpx.get(server.address.replace("127.0.0.1", "localhost") + "/health").is_success
 
 
@@ -376,16 +266,6 @@ def test_who_may_ask(monkeypatch):
         Settings("m", folder, key="k", no_key=True).key_to_ask_for()
     monkeypatch.setenv("HF_INFINI_API_KEY", "k")
     assert Settings("m", folder, host="0.0.0.0").key_to_ask_for() == "k"
-
-
-def said_in(line: str) -> dict:
-    """What an event of a stream has."""
-    return json.loads(line.removeprefix("data: "))
-
-
-def streamed(server, body: dict):
-    url = f"{server.address}/v1/chat/completions"
-    return httpx.stream("POST", url, json=body | {"stream": True}, timeout=60)
 
 
 def test_a_full_queue_late_requests_and_clients_that_go(tmp_path):
@@ -417,26 +297,44 @@ def test_a_full_queue_late_requests_and_clients_that_go(tmp_path):
         refused(httpx.post(server.address + url, json=endless), 504)
         with streamed(server, endless) as reply:
             lines = [line for line in reply.iter_lines() if line]
-        assert (
-            "time of this request"
-            in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
-        )
+        assert "time of this request" in said_in(lines[-1])["error"]["message"]
         with pytest.raises(openai.APIError, match="time of this request"):
             [*asked(client_of(server), BODY["messages"], max_tokens=200, stream=True)]
 
 
-def test_a_model_that_fails_is_told_and_the_next_is_answered(tmp_path):
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize("error", (RuntimeError, ValueError, Panic))
+def test_a_model_that_fails_is_told_and_the_next_is_answered(tmp_path, error):
     with running(tmp_path) as server:
         url, fails = f"{server.address}/v1/chat/completions", [True]
 
         def fail(module, args):
             if fails:
-                raise RuntimeError("no memory")
+                raise error("no memory")
 
         server.model.get_input_embeddings().register_forward_pre_hook(fail)
         assert "no memory" in refused(httpx.post(url, json=BODY), 500)["message"]
         fails.clear()
         assert httpx.post(url, json=BODY).status_code == 200
+
+
+def test_a_stream_is_closed_where_nothing_of_it_is_sent():
+    """As of a client that has gone before."""
+    closed = []
+
+    async def pieces():
+        yield "never"
+
+    async def gone(*args):
+        raise OSError("gone")
+
+    stream = Stream(pieces(), lambda: closed.append(True))
+    with pytest.raises(Exception, match="gone|"):
+        asyncio.run(stream({"type": "http", "asgi": {"spec_version": "2.4"}}, gone, gone))
+    assert closed == [True]
 
 
 @pytest.mark.slow
@@ -477,109 +375,3 @@ def test_who_does_not_read_keeps_no_slot(tmp_path):
             reply = httpx.post(f"{server.address}/v1/chat/completions", json=BODY, timeout=60)
             assert reply.status_code == 200
             wait_until(lambda: not server.engine._open)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A plain model, which the command serves with an archive."""
-    found = tmp_path_factory.mktemp("model") / "plain"
-    sizes = {"vocab_size": len(TOKENIZER), "max_position_embeddings": 2048}
-    ids = {f"{name}_token_id": getattr(TOKENIZER, f"{name}_token_id") for name in ("eos", "pad")}
-    decoder("llama", **sizes | ids, bos_token_id=None).save_pretrained(found)
-    TOKENIZER.save_pretrained(found)
-    return found
-
-
-@contextlib.contextmanager
-def command(model: Path, home: Path, *options):
-    """The command in a process: it, and its address."""
-    environment = os.environ | {"HF_HOME": str(home), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(Path(hf_infini.__file__).parents[1])
-    words = ["serve", str(model), "--port", "0", "--device", "cpu", *map(str, options)]
-    program = "from hf_infini.command import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *words],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    lines = []
-    try:
-        for line in process.stderr:
-            lines.append(line)
-            if line.startswith("http://"):
-                break
-        assert lines and lines[-1].startswith("http://"), lines
-        threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True).start()
-        yield process, lines[-1].split("/v1")[0]
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_a_stop_loses_nothing_and_the_next_start_goes_on(folder, tmp_path):
-    """Running requests end, new ones are refused, what was read of a document is kept."""
-    body = BODY | {"model": "plain", "max_tokens": 600, "stop": None}
-    body |= {"logit_bias": {str(TOKENIZER.eos_token_id): -100}}
-    long = (TEXT * 12)[:400_000]
-    options = ("--chunk", "64", "--grace", "120", "--timeout", "300")
-    with command(folder, tmp_path, *options) as (process, address):
-        files = {"file": ("long.txt", long.encode())}
-        name = httpx.post(f"{address}/v1/files", files=files, timeout=60).json()["id"]
-        with httpx.stream(
-            "POST", f"{address}/v1/chat/completions", json=body | {"stream": True}, timeout=200
-        ) as reply:
-            lines = reply.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
-            wait_until(lambda: httpx.get(f"{address}/health").status_code == 503)
-            refusal = httpx.post(f"{address}/v1/chat/completions", json=body)
-            refused(refusal, 503)
-            assert refusal.headers["retry-after"]
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        assert (
-            json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-        )
-        assert process.wait(60) == 0
-    [partial] = (tmp_path / "hf_infini" / "memories").glob("*.safetensors.partial")
-    read = hf_infini_columns(partial)
-    assert 0 < read < len(long)
-    with command(folder, tmp_path, "--chunk", "4096") as (process, address):
-        documents = httpx.get(f"{address}/v1/files").json()["data"]
-        assert [document["id"] for document in documents] == [name]
-        process.kill()  # and after a kill the document is there, too
-        process.wait()
-    assert hf_infini_columns(partial) >= read if partial.exists() else True
-    with command(folder, tmp_path, "--grace", "0") as (process, address):
-        assert httpx.get(f"{address}/v1/files/{name}").status_code == 200
-        with httpx.stream(
-            "POST", f"{address}/v1/chat/completions", json=body | {"stream": True}, timeout=200
-        ) as reply:
-            lines = reply.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGINT)  # without grace: told, and not silent
-            rest = [line for line in lines if line]
-        assert (
-            "the server stopped" in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
-        )
-        assert process.wait(60) == 0
-
-
-def hf_infini_columns(file: Path) -> int:
-    """Tokens that a memory file has."""
-    from hf_infini.cache.files import read_memory_file
-
-    return read_memory_file(file)[0]["columns"]
-
-
-def test_the_command_says_what_is_missing_before_it_loads_the_model(tmp_path, monkeypatch, capsys):
-    from commands import command_in
-
-    call = command_in(tmp_path, monkeypatch, capsys)
-    said = call("serve", tmp_path / "none", "--host", "0.0.0.0", status=1)
-    assert "--no-key" in said.err
-    said = call("serve", tmp_path / "none", status=1)
-    assert "no such" in said.err

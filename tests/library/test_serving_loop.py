@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cases import examples
 from decoders import decoder
 from hf_infini import patch_model
+from hf_infini.cache.merged import merged
 from hf_infini.tools.reader import Reader
 from hf_infini.tools.serving.loop import Loop, Turn
 from hf_infini.tools.serving.prefixes import Prefixes
@@ -274,7 +275,14 @@ def test_late_requests_end_with_an_error_wherever_they_are(models):
         assert isinstance(each.ended.error, TimeoutError) and each.ended.reason is None
 
 
-def test_a_step_that_fails_for_the_batch_alone_is_made_row_by_row(models):
+WHERE = {
+    "at its beginning": lambda model: model.get_input_embeddings(),
+    "in the last layer": lambda model: model.model.layers[-1].mlp,
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_step_that_fails_for_the_batch_alone_is_made_row_by_row(models, where):
     """Such as one for which there is no memory."""
     model, failed = models["qwen2, fitted"], []
 
@@ -283,7 +291,7 @@ def test_a_step_that_fails_for_the_batch_alone_is_made_row_by_row(models):
             failed.append(len(args[0]))
             raise RuntimeError("out of memory")
 
-    hook = model.get_input_embeddings().register_forward_pre_hook(too_large)
+    hook = WHERE[where](model).register_forward_pre_hook(too_large)
     loop, told = Loop(model, TOKENIZER), []
     for number in range(3):
         prompt = Prompt((Context(ids_of(TEXT[number * 99 : number * 99 + 70])),), ids_of("To"))
@@ -293,6 +301,28 @@ def test_a_step_that_fails_for_the_batch_alone_is_made_row_by_row(models):
     assert len(failed) >= 3
     for each in told:
         wanted = alone(model, TOKENIZER, each.spec["prompt"], each.spec["config"], 12)
+        assert (each.text, each.ended.error) == (wanted[1], None)
+
+
+def test_who_comes_and_finds_no_memory_leaves_the_others_as_they_are(models, monkeypatch):
+    model, told = models["llama, memory"], []
+
+    def merged_of_two(caches):
+        if sum(cache.batch_size for cache in caches) > 2:
+            raise RuntimeError("out of memory")
+        return merged(caches)
+
+    monkeypatch.setattr("hf_infini.tools.serving.rows.merged", merged_of_two)
+    for number in range(3):
+        prompt = Prompt((Context(ids_of(TEXT[:80])),), ids_of("To be"[: number + 1]))
+        told.append(asked(model, prompt, new=9, eos_token_id=[]))
+    loop = Loop(model, TOKENIZER)
+    loop.waiting.extend(each.request for each in told[:2])
+    loop.step()
+    run(loop, told[2])
+    assert "out of memory" in str(told[2].ended.error)
+    for each in told[:2]:
+        wanted = alone(model, TOKENIZER, each.spec["prompt"], each.spec["config"], 9)
         assert (each.text, each.ended.error) == (wanted[1], None)
 
 

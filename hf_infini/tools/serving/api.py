@@ -123,6 +123,7 @@ class Server:
     def app(self) -> FastAPI:
         """The application."""
         app = FastAPI(title="hf_infini", docs_url=None, redoc_url=None, openapi_url=None)
+        app.state.server = self
         routes: dict[str, tuple[str, Callable]] = {
             "/health": ("GET", self.health),
             "/metrics": ("GET", self.read_metrics),
