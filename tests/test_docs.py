@@ -167,7 +167,7 @@ def test_figures_in_the_text_are_those_of_the_results():
     assert not any(unknown.values()), unknown
 
 
-def test_what_people_use_is_ten_short_pages():
+def test_what_people_use_is_eleven_short_pages():
     """Everything else is the research log, or made from docstrings."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = re.findall(
@@ -176,7 +176,7 @@ def test_what_people_use_is_ten_short_pages():
     words = {
         page: len((ROOT / "docs" / page).read_text(encoding="utf-8").split()) for page in pages
     }
-    assert 8 <= len(pages) <= 10 and max(words.values()) <= 900, words
+    assert 8 <= len(pages) <= 11 and max(words.values()) <= 900, words
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - words.keys() == {"families.md"}
 
 

@@ -121,10 +121,12 @@ def test_nothing_is_left_of_a_document_that_is_deleted_while_it_is_read(tmp_path
         document = client.files.create(file=("long.txt", TEXT[:20_000].encode()), purpose="x")
         wait_until(lambda: kept_of(server))
         client.files.delete(document.id)
-        wait_until(lambda: not kept_of(server) and not engine._turns)
+        wait_until(lambda: not engine._turns)
         assert asked(client, user("To be"), max_tokens=3, **GREEDY).choices
         again = client.files.create(file=("long.txt", TEXT[:2000].encode()), purpose="x")
         wait_until(lambda: client.files.retrieve(again.id).status == "processed")
+        [memory] = server.library.memories.glob("*.safetensors")
+        assert {name.partition(".")[0] for name in kept_of(server)} == {memory.stem}
 
 
 def test_who_waits_for_a_document_takes_a_place(tmp_path):

@@ -196,10 +196,11 @@ class Library:
         return self._documents.get(document.id) is document
 
     def _forget(self, document: Document) -> None:
-        """Removes what was read of a document. One that is being read sees to it at its end."""
+        """Removes what was read of a document. Of one that is being read, `_read` removes what
+        comes after this."""
         self._kept = Prefixes(self._kept.limit)  # whose archives may be in the file
-        if document.reading.cancel() or document.reading.done():
-            self._remove_files(document)
+        document.reading.cancel()
+        self._remove_files(document)
 
     def _remove_files(self, document: Document) -> None:
         file = self._file(document)
