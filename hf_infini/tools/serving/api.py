@@ -5,7 +5,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -67,6 +67,11 @@ class Answer:
         if isinstance(found, Ended):
             self.ended = found
         return found
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody waits for it."""
+        return self._gone.done()
 
     def close(self, engine: Engine) -> None:
         """Ends what the `engine` still answers, and counts it."""
@@ -205,7 +210,8 @@ class Server:
     async def delete(self, document: str) -> dict[str, Any]:
         """Deletes the `document` of this id."""
         self._found(document)
-        await asyncio.to_thread(self.library.remove, document)
+        with contextlib.suppress(KeyError):  # somebody else has deleted it meanwhile
+            await asyncio.to_thread(self.library.remove, document)
         return {"id": document, "object": "file", "deleted": True}
 
     async def _answered(
@@ -227,7 +233,7 @@ class Server:
             try:
                 with self._place():
                     for document in documents:  # it is read for all, and not for each who asks
-                        await self._wait_for(document, http)
+                        await self._wait_for(document, answer)
                     request = await asyncio.get_running_loop().run_in_executor(
                         self._pool, self._request, answer, asked, stops, make
                     )
@@ -253,11 +259,12 @@ class Server:
             while isinstance(part, str):
                 text += part
                 part = await answer.next()
-            failed = part is None or part.error is not None
-            return _unanswered(part) if failed else JSONResponse(made.whole(text, part))
+            if part is None or part.error is not None:
+                return _unanswered(part)
+            return JSONResponse(made.whole(text, part))
 
     @contextlib.contextmanager
-    def _place(self) -> Iterator[None]:
+    def _place(self) -> Generator[None]:
         """Within it, a request waits for the engine; [`Refused`] where there is no place."""
         self.engine.check(self._beside)
         self._beside += 1
@@ -316,13 +323,13 @@ class Server:
             yield _event(form.last(part))
         yield "data: [DONE]\n\n"
 
-    async def _wait_for(self, document: Document, http: Request) -> None:
+    async def _wait_for(self, document: Document, answer: Answer) -> None:
         """Until a document was read."""
         end = time.monotonic() + self.limits.seconds
         while not document.reading.done():
             if time.monotonic() > end:
                 raise HTTPException(504, f"{document.id} is still being read: ask again later.")
-            if await http.is_disconnected():
+            if answer.gone:
                 raise HTTPException(GONE)
             await asyncio.sleep(0.05)
         if document.status == "error":
@@ -468,7 +475,7 @@ def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-def _status_of(error: Exception) -> tuple[int, str]:
+def _status_of(error: BaseException) -> tuple[int, str]:
     """The status and the message of what has ended a request."""
     if isinstance(error, Refused):
         return 503 if error.stopping else 429, str(error)

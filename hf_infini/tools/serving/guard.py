@@ -64,9 +64,11 @@ class Guard:
         await self.app(scope, counted, send)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> JSONResponse | None:
-        for called in (headers.get(b"host", b""), headers.get(b"origin")) if self.hosts else ():
-            if called is not None and (name := _name_in(called)) not in self.hosts:
-                return error_reply(403, f"this server is not called {name!r:.80}.")
+        if self.hosts is not None:
+            called = [headers.get(b"host", b""), *filter(None, [headers.get(b"origin")])]
+            for name in map(_name_in, called):
+                if name not in self.hosts:
+                    return error_reply(403, f"this server is not called {name!r:.80}.")
         sent = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         if self.key is not None and path != "/health":
             if not hmac.compare_digest(sent, self.key.encode()):
