@@ -130,9 +130,9 @@ def test_nothing_is_left_of_a_document_that_is_deleted_while_it_is_read(tmp_path
 
 
 def test_who_waits_for_a_document_takes_a_place(tmp_path):
-    with running(tmp_path, slow=0.02, chunk=16, slots=1, queue=1) as server:
+    with running(tmp_path, slow=0.02, chunk=32, slots=1, queue=1) as server:
         client = client_of(server)
-        document = client.files.create(file=("long.txt", TEXT[:9000].encode()), purpose="x")
+        document = client.files.create(file=("long.txt", TEXT[:4000].encode()), purpose="x")
         url, body = f"{server.address}/v1/chat/completions", BODY | {"document": document.id}
         with ThreadPoolExecutor(5) as pool:
             sent = [pool.submit(httpx.post, url, json=body, timeout=120) for _ in range(5)]
