@@ -115,6 +115,7 @@ def test_what_is_damaged_is_read_again(tmp_path, part):
         assert again.sources and not server.engine._open
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_document_that_is_deleted_while_it_is_read(tmp_path):
     with running(tmp_path, slow=0.01, chunk=16) as server:
         client, engine = client_of(server), server.engine
@@ -129,6 +130,7 @@ def test_nothing_is_left_of_a_document_that_is_deleted_while_it_is_read(tmp_path
         assert {name.partition(".")[0] for name in kept_of(server)} == {memory.stem}
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_document_takes_a_place(tmp_path):
     with running(tmp_path, slow=0.02, chunk=32, slots=1, queue=1) as server:
         client = client_of(server)
