@@ -187,7 +187,7 @@ def ask(
     roles = ("user", "assistant", "user")
     with while_("applying the chat template of", model, "--no-chat-template asks without it."):
         reader.rendered([{"role": role, "content": "?"} for role in roles])
-    if not (apart and archive and reader.reads_apart(texts)):
+    if not (apart and reader.reads_apart(texts)):
         texts = {whole: ", ".join(texts.values())}
     parts = net.dtype, fingerprint(tokenizer), str(tokenizer.chat_template)
     of_archive = ["archive"] if archive else []
