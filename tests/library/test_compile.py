@@ -505,7 +505,6 @@ def test_a_compiled_model_archives_and_recalls_as_it_does_without():
                 graphs.append(counters["stats"]["unique_graphs"])
     torch.testing.assert_close(*(torch.cat(each, 1) for each in logits), rtol=1e-4, atol=1e-4)
     assert graphs[-1] == graphs[-7]
-    assert all("an archive is outside" in why or "layout" in why for why in counters["graph_break"])
     rows = [cache.archive.rows()[0] for cache in caches]
     assert torch.equal(rows[0].ids, rows[1].ids) and len(rows[0].blocks) == len(rows[1].blocks)
     every = torch.arange(rows[0].tokens)
