@@ -109,6 +109,17 @@ Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     typer.Option(help="Type of the weights; auto: as they are saved."),
 ]
+FourBits = Annotated[
+    bool,
+    typer.Option(
+        "--load-in-4bit",
+        help="Bring the weights into 4 bits (bitsandbytes): a quarter of the memory of 16, and "
+        "answers change a little.",
+    ),
+]
+EightBits = Annotated[
+    bool, typer.Option("--load-in-8bit", help="Bring the weights into 8 bits (bitsandbytes).")
+]
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
@@ -161,6 +172,8 @@ def ask(
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    load_in_4bit: FourBits = False,
+    load_in_8bit: EightBits = False,
 ) -> None:
     """Reads documents once, and answers questions about them.
 
@@ -171,11 +184,12 @@ def ask(
     documents = files_in(documents)
     if memory is not None:
         check_output("--memory", memory, *documents)
+    bits = _bits(load_in_4bit, load_in_8bit)
     texts = _texts_of(documents)
     apart = len(texts) > 1 and memory is None
     whole = "\n\n".join(texts)
     net, tokenizer, archive = _load(
-        model, adapter, kept_tokens, device, dtype, whole, archive, memory, several=apart
+        model, adapter, kept_tokens, device, dtype, whole, archive, memory, several=apart, bits=bits
     )
     if sources and not archive:
         raise ValueError(
@@ -187,7 +201,7 @@ def ask(
     roles = ("user", "assistant", "user")
     with while_("applying the chat template of", model, "--no-chat-template asks without it."):
         reader.rendered([{"role": role, "content": "?"} for role in roles])
-    if not (apart and archive and reader.reads_apart(texts)):
+    if not (apart and reader.reads_apart(texts)):
         texts = {whole: ", ".join(texts.values())}
     parts = net.dtype, fingerprint(tokenizer), str(tokenizer.chat_template)
     of_archive = ["archive"] if archive else []
@@ -243,11 +257,13 @@ def read(
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    load_in_4bit: FourBits = False,
+    load_in_8bit: EightBits = False,
 ) -> None:
     """Reads documents once, and writes a memory file for `continue`, and its archive."""
     check_output("--out", out, *files_in(documents))
-    text = _text_of(documents)
-    ready = _load(model, adapter, kept_tokens, device, dtype, text, archive, out)
+    bits, text = _bits(load_in_4bit, load_in_8bit), _text_of(documents)
+    ready = _load(model, adapter, kept_tokens, device, dtype, text, archive, out, bits=bits)
     net, tokenizer, archive = ready
     reader = Reader(net, tokenizer, archive=archive)
     reading = functools.partial(reader.read, text, file=out, split_special_tokens=True)
@@ -278,13 +294,17 @@ def go_on(
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    load_in_4bit: FourBits = False,
+    load_in_8bit: EightBits = False,
 ) -> None:
     """Goes on with a text that was read, from its memory file.
 
     Text and memory are tokenised apart: begin with the space or line break that belongs between
     them.
     """
-    net, tokenizer, _ = _load(model, adapter, kept_tokens, device, dtype, None, archive, memory)
+    bits = _bits(load_in_4bit, load_in_8bit)
+    ready = _load(model, adapter, kept_tokens, device, dtype, None, archive, memory, bits=bits)
+    net, tokenizer, _ = ready
     with while_("loading the memory file", memory, "`hf-infini read` writes it again."):
         cache = InfiniCache.from_pretrained(memory, net, archive=archive is not False)
         reader = Reader(net, tokenizer, cache=cache)
@@ -370,7 +390,10 @@ def estimate(
     with while_("estimating", model):
         found = [estimate_cache(config, count, **options) for count in tokens]
         weights = weight_bytes(config)
-    say(f"weights: {weights.plain / 1e6:,.1f} MB; {weights.four_bits / 1e6:,.1f} MB in 4 bits")
+    say(
+        f"weights: {weights.plain / 1e6:,.1f} MB; {weights.eight_bits / 1e6:,.1f} MB in 8 bits; "
+        f"{weights.four_bits / 1e6:,.1f} MB in 4 bits"
+    )
     print(f"{'tokens':>12} {'all':>12} {'memory':>12} {'archive':>12}")
     for count, (plain, infini, archive) in zip(tokens, found, strict=True):
         sizes = (f"{size / 1e6:>9,.1f} MB" for size in (plain, infini, archive))
@@ -466,12 +489,16 @@ def demo(
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    load_in_4bit: FourBits = False,
+    load_in_8bit: EightBits = False,
 ) -> None:
     """Serves a page for the browser that reads and answers. It shows the cache, what heads keep,
     and the passages that an answer looked at."""
     from .tools.demo import Demo
 
-    net, tokenizer, archive = _load(model, adapter, kept_tokens, device, dtype, archive=archive)
+    bits = _bits(load_in_4bit, load_in_8bit)
+    ready = _load(model, adapter, kept_tokens, device, dtype, archive=archive, bits=bits)
+    net, tokenizer, archive = ready
     with while_("serving the page on", f"--port {port}", kept="the page is closed"):
         Demo(net, tokenizer, archive=archive).page().launch(server_port=port)
 
@@ -498,6 +525,8 @@ def serve(
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    load_in_4bit: FourBits = False,
+    load_in_8bit: EightBits = False,
 ) -> None:
     """Answers many requests at once, by an API like OpenAI's.
 
@@ -524,7 +553,9 @@ def serve(
         grace=grace,
     )
     settings.key_to_ask_for()  # now, and not when the model is there
-    net, tokenizer, archive = _load(model, adapter, kept_tokens, device, dtype, archive=archive)
+    bits = _bits(load_in_4bit, load_in_8bit)
+    ready = _load(model, adapter, kept_tokens, device, dtype, archive=archive, bits=bits)
+    net, tokenizer, archive = ready
     with while_("serving on", f"--host {host} --port {port}", kept="documents are kept"):
         serve(net, tokenizer, archive, settings, say)
 
@@ -587,6 +618,13 @@ def _texts_of(documents: list[Path]) -> dict[str, str]:
 def _load(model: str, adapter, kept_tokens, device: str, dtype: str, *what, **else_):
     """[`load_ready`], with the fitted scores of the cache folder."""
     return load_ready(model, adapter, kept_tokens, device, dtype, KEPT / "scores", *what, **else_)
+
+
+def _bits(load_in_4bit: bool, load_in_8bit: bool) -> int | None:
+    """The bits of a weight that the command was asked for; ValueError for both."""
+    if load_in_4bit and load_in_8bit:
+        raise ValueError("give one of --load-in-4bit and --load-in-8bit, not both.")
+    return 4 if load_in_4bit else 8 if load_in_8bit else None
 
 
 def _places(config, kept: bool) -> int | None:

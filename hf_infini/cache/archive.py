@@ -90,8 +90,8 @@ class Row(NamedTuple):
         return document.number, document.ids[numbers]
 
     def in_document(self, block: Tensor) -> tuple["Row", Tensor]:
-        """The document that has the tokens of a `block`, by their numbers as of [`Row.located`], and
-        their numbers in it."""
+        """The document that has the tokens of a `block`, numbered as in [`Row.located`], and their
+        numbers in it."""
         if block[0] < FIRST_OF_OTHERS:
             return self, block
         block = block - FIRST_OF_OTHERS

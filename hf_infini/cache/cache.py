@@ -402,6 +402,7 @@ class InfiniCache(Cache):
         self.note_text(input_ids)
         self.archive = archive
 
+    @torch.compiler.disable(reason="an archive is outside of the device, and of its graphs.")
     def _archived(self, of_call: Any, input_ids: Tensor | None, tokens: int) -> Archive:
         """The archive with what a call has read; arguments as of [`InfiniCache.advance`]."""
         read: dict[int, Any] = {number: of_call.layers[number] for number in self.windows}

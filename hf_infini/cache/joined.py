@@ -57,6 +57,13 @@ def joined(caches: Iterable[InfiniCache]) -> InfiniCache:
     return made
 
 
+def tokens_read(cache: InfiniCache) -> int:
+    """The tokens of all documents that a `cache` of one row asks; without an archive there is
+    one."""
+    archive, tokens = cache.archive, cache.get_seq_length()
+    return tokens if archive is None else sum(row.tokens for row in archive.rows()[0].documents)
+
+
 def _row_of(cache: object, number: int) -> Row:
     """The archive's row of a cache, the `number`-th; ValueError where it cannot be joined."""
     if not isinstance(cache, InfiniCache):

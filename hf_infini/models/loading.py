@@ -15,11 +15,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from ..cache.files import dtype_of
 from ..layers.memory_layer import PARAMETERS, gates_of, memory_layers
 
 GGUF = ".gguf"
@@ -108,6 +110,44 @@ def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
             f"{missing[0]}, are missing."
         )
     return with_finite_weights(model, path)
+
+
+def few_bits(path: str | Path, bits: int, dtype: str, device: torch.device | str) -> dict[str, Any]:
+    """Options of [`load_causal_lm`] with which bitsandbytes brings the matrices of a plain model,
+    but for embedding and head, into few bits while they are loaded.
+
+    Args:
+        path: as of [`model_files`].
+        bits: of a weight: 4 (NF4, in blocks of 64) or 8 (LLM.int8).
+        dtype: of all else, by its name; `"auto"`: that of the model's configuration.
+        device: where the weights are brought.
+
+    Raises:
+        ModuleNotFoundError: bitsandbytes, or accelerate, is not installed.
+        ValueError: a GGUF file, or a model whose weights are quantized already.
+    """
+    for name in ("bitsandbytes", "accelerate"):
+        if importlib.util.find_spec(name) is None:
+            needed = "which bring weights into few bits: pip install bitsandbytes accelerate"
+            raise ModuleNotFoundError(
+                f"there is no {name} of the two packages, {needed}", name=name
+            )
+    if "gguf_file" in model_files(path):
+        raise ValueError(
+            f"{path} is a GGUF file, which is read into plain weights: give the model's own folder "
+            f"or name for weights of {bits} bits, or leave --load-in-{bits}bit out."
+        )
+    config = load_config(path)
+    if (own := getattr(config, "quantization_config", None)) is not None:
+        kind = own.get("quant_method") if isinstance(own, dict) else own.quant_method
+        raise ValueError(
+            f"the weights of {path} are quantized already ({getattr(kind, 'value', kind)}), and "
+            f"are loaded as they are: leave --load-in-{bits}bit out."
+        )
+    computed = dtype_of(config) if dtype == "auto" else getattr(torch, dtype)
+    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": computed} if bits == 4 else {}
+    how = BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, **four)
+    return {"quantization_config": how, "device_map": {"": device}}
 
 
 def with_finite_weights(model, path: str | Path):

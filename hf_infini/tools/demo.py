@@ -1,6 +1,7 @@
 """A page in the browser that reads a document and answers, and shows the cache beside a plain one
 and what heads keep."""
 
+import functools
 import html
 import itertools
 from collections.abc import Iterator, Sequence
@@ -14,22 +15,55 @@ import gradio
 import torch
 from transformers import StoppingCriteria, TextIteratorStreamer
 
+from ..cache.joined import tokens_read
 from ..options import key_heads
-from .documents import read_documents
+from .documents import read_document
 from .estimate import estimate
+from .excerpts import Marked, excerpts, token_borders
 from .reader import SOURCES, Reader
 
 LENGTHS = (8_192, 131_072, 1_048_576)
+NO_BORDERS = "This tokenizer does not say where in a text its tokens are."
 # One call of the model at a time, whichever page asks; the others wait
 ONE_AT_A_TIME: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
 
 
 @dataclass(eq=False)
 class Session:
-    """What one page has read, and whether its answer is to stop."""
+    """What one page has read: the texts of its documents, and their names; and whether its answer
+    is to stop."""
 
     reader: Reader
+    texts: list[str]
+    names: list[str]
     stopped: Event = field(default_factory=Event)
+
+    def __post_init__(self):
+        # a long text takes seconds
+        self.borders = functools.cache(
+            lambda n: token_borders(self.reader.tokenizer, self.texts[n])
+        )
+
+    def looked_at(self) -> tuple[str, list[tuple[str, str | None]]]:
+        """The passages that the last answer looked at: a list of the first ones; and all, marked in
+        some text of their documents, those of the list with their numbers there."""
+        listed, marked = [], {number: [] for number in range(len(self.texts))}
+        for place, (document, tokens, text) in enumerate(self.reader.passages[0], 1):
+            label = str(place) if place <= SOURCES else "further"
+            if place <= SOURCES:
+                name = f"{self.names[document]}: " if len(self.names) > 1 else ""
+                listed.append(f"[{label}] {name}{text.strip()}")
+            if (borders := self.borders(document)) is not None:
+                begin, end = int(borders[tokens[0], 0]), int(borders[tokens[-1], 1])
+                marked[document].append(Marked(begin, end, label))
+        pieces: list[tuple[str, str | None]] = []
+        for number, own in marked.items():
+            if own and len(self.names) > 1:
+                pieces.append((f"\n\n{self.names[number]}\n\n", None))
+            pieces += excerpts(self.texts[number], own) if own else []
+        if None in map(self.borders, marked):
+            pieces = [(NO_BORDERS, None)]
+        return "\n\n".join(listed), pieces
 
 
 class Stopped(StoppingCriteria):
@@ -62,17 +96,24 @@ class Demo:
         files: list[str] | None,
         progress=gradio.Progress(track_tqdm=True),  # noqa: B008
     ) -> tuple[Session, str, list]:
-        """Reads files, and says how large the cache is; a new document begins a new chat.
-        `progress`: gradio's bar."""
+        """Reads files, several apart where that can be, and says how large the cache is; new
+        documents begin a new chat. `progress`: gradio's bar."""
         if not files:
             raise _refusal("Choose a document first: text, Markdown, HTML or PDF.")
         try:
-            session = Session(Reader(self.model, self.tokenizer, archive=self.archive))
-            cache = session.reader.read_document(read_documents(files))
+            reader = Reader(self.model, self.tokenizer, archive=self.archive)
+            found: dict[str, list[str]] = {}  # the same text is one document
+            for file in files:
+                found.setdefault(read_document(file), []).append(Path(file).name)
+            texts, names = [*found], [", ".join(each) for each in found.values()]
+            if len(texts) > 1 and not reader.reads_apart(texts):
+                texts, names = ["\n\n".join(texts)], [", ".join(names)]
+            session = Session(reader, texts, names)
+            cache = reader.read_documents(texts)
         except Exception as error:
             raise _refusal(error, files) from error
         lines = ["| tokens | this cache | plain cache |", "| ---: | ---: | ---: |"]
-        for tokens in (cache.get_seq_length(), *LENGTHS):
+        for tokens in (tokens_read(cache), *LENGTHS):
             plain = estimate(self.model.config, tokens).plain
             sizes = (f"{size / 1e6:,.1f}\u00a0MB" for size in (cache.nbytes(), plain))
             lines.append(f"| {tokens:,} | {' | '.join(sizes)} |")
@@ -80,10 +121,10 @@ class Demo:
 
     def answer(
         self, question: str, turns: list[dict], session: Session | None
-    ) -> Iterator[tuple[Any, list[dict], Any]]:
+    ) -> Iterator[tuple[Any, list[dict], Any, Any]]:
         """Adds the question and, as it is made, its answer to the `turns` of the chat, and then
-        shows the passages that it looked at. Meanwhile the button stops it, and what is typed
-        stays. `session`: of the page."""
+        shows the passages that it looked at, as a list and in the text. Meanwhile the button stops
+        it, and what is typed stays. `session`: of the page."""
         if session is None:
             raise _refusal("Read a document first.")
         if not question.strip():
@@ -93,7 +134,7 @@ class Demo:
         messages.append({"role": "user", "content": question})
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         shown = [*messages, {"role": "assistant", "content": ""}]
-        yield gradio.Textbox(value="", submit_btn=False, stop_btn=True), shown, ""
+        yield gradio.Textbox(value="", submit_btn=False, stop_btn=True), shown, "", []
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(
                 session.reader.chat,
@@ -107,15 +148,15 @@ class Demo:
             try:
                 for piece in streamer:
                     shown[-1]["content"] += piece
-                    yield gradio.skip(), shown, gradio.skip()
+                    yield gradio.skip(), shown, gradio.skip(), gradio.skip()
             finally:
                 session.stopped.set()  # a page that was closed reads no further
         asks = {"submit_btn": True, "stop_btn": False}
         if error := done.exception():
-            yield gradio.Textbox(value=question, **asks), turns, ""
+            yield gradio.Textbox(value=question, **asks), turns, "", []
             raise _refusal(error) from error
-        passages = session.reader.sources[0][:SOURCES] if self.archive else []
-        yield gradio.Textbox(**asks), shown, "\n\n…\n\n".join(map(str.strip, passages))
+        passages, marked = session.looked_at() if self.archive else ("", [])
+        yield gradio.Textbox(**asks), shown, passages, marked
 
     def stop(self, session: Session | None) -> None:
         """Ends the answer of the page with this `session`, which stays as far as it came."""
@@ -128,16 +169,23 @@ class Demo:
         if session is None:
             raise _refusal("Read a document first.")
         reader = session.reader
-        state = reader.texts[max(reader.texts, key=len)].layers[int(layer)].state
-        ids = self.tokenizer(reader.document, add_special_tokens=False, split_special_tokens=True)[
-            "input_ids"
-        ]
-        before = int(state.tokens_seen[0]) - len(ids)  # of the chat's template
-        kept = set(state.kept_position[0, int(head)].tolist())
+        cache = reader.texts[max(reader.texts, key=len)]
+        # of several documents the one whose end is in the window
+        number = 0 if cache.archive is None else cache.archive.rows()[0].number
+        text, state = session.texts[number], cache.layers[int(layer)].state
+        if (borders := session.borders(number)) is None:
+            raise _refusal(NO_BORDERS)
+        before = int(state.tokens_seen[0]) - len(borders)  # of the chat's template
+        kept = set((state.kept_position[0, int(head)] - before).tolist())
         runs = itertools.groupby(
-            enumerate(ids, before), lambda one: "kept" if one[0] in kept else None
+            range(len(borders)), lambda token: "kept" if token in kept else None
         )
-        return [(self.tokenizer.decode([token for _, token in run]), label) for label, run in runs]
+        pieces, shown = [], 0
+        for label, run in runs:
+            end = int(borders[[*run][-1], 1])
+            pieces.append((text[shown:end], label))
+            shown = end
+        return [piece for piece in (*pieces, (text[shown:], None)) if piece[0]]
 
     def page(self) -> gradio.Blocks:
         """The page, to be launched."""
@@ -152,19 +200,18 @@ class Demo:
             # no button that publishes it
             chat = gradio.Chatbot(label="Chat", height=300, buttons=["copy_all"])
             question = gradio.Textbox(label="Question", submit_btn=True)
-            passages = gradio.Textbox(
-                label="Passages that the last answer looked at first",
-                lines=4,
-                max_lines=12,
-                visible=self.archive,
-            )
+            with gradio.Row(visible=self.archive, max_height=360):
+                passages = gradio.Textbox(
+                    label="Passages that the last answer looked at first", lines=4, max_lines=12
+                )
+                marked = gradio.HighlightedText(label="All that it looked at, in the text")
             for stops in (question.stop, read.click):
                 stops(self.stop, session, queue=False, api_visibility="private")
             read.click(self.read, files, [session, table, chat], api_name="read", **ONE_AT_A_TIME)
             question.submit(
                 self.answer,
                 [question, chat, session],
-                [question, chat, passages],
+                [question, chat, passages, marked],
                 api_name="answer",
                 **ONE_AT_A_TIME,
             )

@@ -26,10 +26,12 @@ class Estimate(NamedTuple):
 
 class Weights(NamedTuple):
     """Bytes of a model's weights: `plain`, in the configuration's dtype; `four_bits`, with the
-    matrices between embedding and head in 4 bits, in blocks of 64 numbers (bitsandbytes)."""
+    matrices between embedding and head in 4 bits, in blocks of 64 numbers; `eight_bits`, with these
+    in 8 (bitsandbytes)."""
 
     plain: int
     four_bits: int
+    eight_bits: int
 
 
 FOUR_BITS = 1 / 2 + 4 / 64  # bytes of a number: a float32 scale for each block
@@ -43,13 +45,15 @@ def weight_bytes(config: PreTrainedConfig) -> Weights:
     size = dtype_of(config).itemsize
     head = model.get_output_embeddings()
     packed = [
-        module.weight
+        module.weight if type(module).__name__ == "Linear" else module.weight.T
         for module in model.modules()
         if type(module).__name__ in ("Linear", "Conv1D") and module is not head
     ]
     count = sum(weight.numel() for weight in model.parameters())
     inside = sum(weight.numel() for weight in packed)
-    return Weights(count * size, int((count - inside) * size + inside * FOUR_BITS))
+    rows = sum(weight.shape[0] for weight in packed)  # of 8 bits, each with a float32 scale
+    other = (count - inside) * size
+    return Weights(count * size, int(other + inside * FOUR_BITS), other + inside + 4 * rows)
 
 
 @check_types

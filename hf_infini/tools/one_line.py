@@ -7,6 +7,7 @@ and what an interruption leaves. [`one_line`] makes the line; nothing else does.
 
 import contextlib
 import io
+import logging as python_logging
 import os
 import sys
 import traceback
@@ -19,6 +20,7 @@ from transformers.utils import logging
 TRACEBACK = "--traceback"
 LONGEST = 400  # characters of another library's message
 EXTRAS = {"gradio": "demo", "pypdf": "documents", "bs4": "documents", "gguf": "gguf"}
+EXTRAS |= {"bitsandbytes": "bitsandbytes", "accelerate": "bitsandbytes"}
 SERVING = ("fastapi", "starlette", "uvicorn", "prometheus_client", "multipart")
 EXTRAS |= dict.fromkeys(SERVING, "serve")
 
@@ -148,8 +150,10 @@ def _described(error: BaseException) -> tuple[str, bool]:
 @contextlib.contextmanager
 def _plain_messages() -> Iterator[None]:
     """Within it, warnings are lines as the command's own, and transformers says what ends it
-    only."""
-    verbosity = logging.get_verbosity()
+    only, as does bitsandbytes, which says of each product in which dtype it computes."""
+    bits = python_logging.getLogger("bitsandbytes")
+    verbosity, level = logging.get_verbosity(), bits.level
+    bits.setLevel(python_logging.ERROR)
     logging.set_verbosity_error()
     try:
         with warnings.catch_warnings():
@@ -161,6 +165,7 @@ def _plain_messages() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(verbosity)
+        bits.setLevel(level)
 
 
 def _end(status: int, message: str) -> None:

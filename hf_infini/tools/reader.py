@@ -247,12 +247,14 @@ class Reader:
         return cache
 
     def reads_apart(self, texts: Iterable[str]) -> bool:
-        """Whether documents of these `texts` can be read apart: the model has no memory of what
-        leaves its window, and one text at least fills that."""
+        """Whether documents of these `texts` can be read apart: they are archived, the model has no
+        memory of what leaves its window, and one text at least fills that."""
         config = self.model.config
         span = max(window.span for window in config.windows.values())
-        return not RULES[config.update_rule].holds and any(
-            len(self._encode(f"{MARK}{_checked(text)}{MARK}")) >= span for text in texts
+        return (
+            self.archive
+            and not RULES[config.update_rule].holds
+            and any(len(self._encode(f"{MARK}{_checked(text)}{MARK}")) >= span for text in texts)
         )
 
     @property

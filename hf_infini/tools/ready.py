@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 
 from ..cache.files import kept_and_archived
 from ..cache.tensor_files import FileKind
-from ..models.adapter import RECORD, load_adapter, merged, save_adapter
-from ..models.loading import find_folder, load_causal_lm, load_tokenizer
+from ..models.adapter import RECORD, load_adapter, merged, read_adapter, save_adapter
+from ..models.loading import few_bits, find_folder, load_causal_lm, load_tokenizer
 from ..models.patching import patch_model, unpatch_model
 from ..models.structure import trained_places
 from ..options import Window
@@ -41,6 +41,7 @@ def load_ready(
     archive: bool | None = False,
     memory: Path | None = None,
     several: bool = False,
+    bits: int | None = None,
 ):
     """A model with a memory and its tokenizer.
 
@@ -54,13 +55,17 @@ def load_ready(
         memory: a memory file. One that is there says what its model had, also instead of a text.
         several: whether documents are read apart where what is read is archived: with as many
             places whatever their lengths, so that one more changes nothing for the others.
+        bits: as of [`load_saved`]. ValueError for an adapter with a LoRA.
 
     Returns:
         Model, tokenizer, and whether what is read is archived.
     """
     if adapter is not None:
-        find_folder(adapter, "adapter folder")  # before the model, which takes longer
-    net, tokenizer = load_saved(model, device, dtype)
+        place = find_folder(adapter, "adapter folder")  # before the model, which takes longer
+        if bits is not None:
+            with while_("loading the adapter", adapter, lambda: what_helps(adapter)):
+                _check_no_lora(model, adapter, str(place or adapter), bits)
+    net, tokenizer = load_saved(model, device, dtype, bits)
     if has_memory(model, net.config, adapter, kept_tokens):
         return net, tokenizer, net.config.kept_tokens > 0 if archive is None else archive
     archive = archive is not False
@@ -107,9 +112,21 @@ def positions_of(net) -> dict[str, Any]:
     return {"position_encoding": "segment"} if net.config.model_type == "gpt2" else {}
 
 
-def load_saved(model: str, device: str, dtype: str):
+def _check_no_lora(model: str, adapter: str, place: str, bits: int) -> None:
+    """ValueError where the adapter at a `place` has a LoRA: its small changes of the weights would
+    be rounded away."""
+    if read_adapter(place).lora:
+        raise ValueError(
+            f"{adapter} has a LoRA, and {bits} bits would round away what it changes in the "
+            f"weights: merge it first, hf-infini convert {model} --adapter {adapter} "
+            f"--out FOLDER, and give FOLDER with --load-in-{bits}bit."
+        )
+
+
+def load_saved(model: str, device: str, dtype: str, bits: int | None = None):
     """The model of a folder or Hub name as it was saved, on a device and in a `dtype` (`None`:
-    its own), and its tokenizer."""
+    its own), and its tokenizer. `bits`: of its matrices, 4 or 8, as of [`few_bits`]; `None`: as
+    they are."""
     option = f"--device {device}".rstrip()
     with while_("using", option, "cpu can be used."):
         found: Any = device
@@ -117,8 +134,11 @@ def load_saved(model: str, device: str, dtype: str):
             found = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         torch.ones(1, device=found).cpu()  # now, and not after the model is read
     with while_("loading the model", model, lambda: what_helps(model)):
-        net: Any = load_causal_lm(model, dtype=dtype)
+        few = {} if bits is None else few_bits(model, bits, dtype, found)
+        net: Any = load_causal_lm(model, dtype=dtype, **few)
         tokenizer = load_tokenizer(model, net)
+    if few:  # it is there
+        return net.eval(), tokenizer
     with while_("moving the model to", option, "cpu can be used."):
         return net.eval().to(found), tokenizer
 

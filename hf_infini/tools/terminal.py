@@ -9,6 +9,7 @@ import typer
 
 from ..cache.cache import InfiniCache
 from ..cache.files import MemoryFileError
+from ..cache.joined import tokens_read
 from .estimate import estimate as estimate_cache
 from .one_line import say, while_
 from .reader import Reader
@@ -99,15 +100,13 @@ class Asked:
 
 def say_what_was_read(config, cache: InfiniCache) -> None:
     """The tokens that a model of this `config` has read into a `cache`, and their bytes."""
-    tokens, archive = cache.get_seq_length(), cache.archive
-    if archive is not None:
-        tokens = sum(row.tokens for row in archive.rows()[0].documents)
+    tokens = tokens_read(cache)
     estimate = estimate_cache(config, tokens)
     say(
         f"{tokens:,} tokens in a cache of {cache.nbytes() / 1e6:,.1f} MB, all keys and values: "
         f"{estimate.plain / 1e6:,.1f} MB"
     )
-    if archive is not None:
+    if cache.archive is not None:
         say(
             f"beside it, {estimate.archive / 1e6:,.1f} MB of archive, from which questions recall "
             "passages (--no-archive: none, and what the cache did not keep is gone)"

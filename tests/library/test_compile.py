@@ -484,3 +484,37 @@ def test_a_loop_of_ones_own_compiles_only_steps_and_a_failed_one_leaves_no_whole
     for again in (step, model):
         with pytest.raises(ValueError, match="failed halfway"):
             again(input_ids=rows[:, :1], use_cache=True, **{CACHE: caches[1]})
+
+
+@pytest.mark.slow
+def test_a_compiled_model_archives_and_recalls_as_it_does_without():
+    """Of pieces and of steps, of which no later one compiles again; `generate` compiles none."""
+    window = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 70}
+    options = {"update_rule": "none", "keep_score": "recent", "mask_special_tokens": False}
+    small = decoder("llama", num_hidden_layers=1, max_position_embeddings=4096)
+    model, ids, graphs = patch_model(small, **window, **options).eval(), token_ids(1, 180), []
+    compiled, pieces = torch.compile(model, backend="eager"), ids.split([100, 68, *[1] * 12], 1)
+    caches, logits = [], []
+    for net in (model, compiled):
+        caches.append(InfiniCache(model.config, archive=True))
+        logits.append([])
+        with torch.no_grad():
+            for piece in pieces:
+                found = net(input_ids=piece, use_cache=True, **{CACHE: caches[-1]})
+                logits[-1].append(found.logits)
+                graphs.append(counters["stats"]["unique_graphs"])
+    torch.testing.assert_close(*(torch.cat(each, 1) for each in logits), rtol=1e-4, atol=1e-4)
+    assert graphs[-1] == graphs[-7]
+    rows = [cache.archive.rows()[0] for cache in caches]
+    assert torch.equal(rows[0].ids, rows[1].ids) and len(rows[0].blocks) == len(rows[1].blocks)
+    every = torch.arange(rows[0].tokens)
+    for one, other in zip(*(row.states(0, row.found(every)) for row in rows), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+    asked, options = ids[:, 40:48], {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    said = []
+    for net, cache in zip((model, compiled), caches, strict=True):
+        cache = cache.recall(asked[0])
+        mask = cache.attention_mask(torch.ones_like(asked))
+        said.append(net.generate(asked, attention_mask=mask, **options, **{CACHE: cache}))
+        assert cache.archive.rows()[0].tokens == 180 + 8 + 3
+    assert torch.equal(*said)
