@@ -78,6 +78,11 @@ class Window(NamedTuple):
         return (self.local_segments + 1) * self.segment_length
 
     @property
+    def oldest(self) -> slice:
+        """Places of the oldest segment."""
+        return slice(self.ahead, self.ahead + self.segment_length)
+
+    @property
     def places(self) -> int:
         """All places: tokens that the softmax sees at most."""
         return self.ahead + self.span
