@@ -166,7 +166,7 @@ def options_of_cache(cache_tokens: int, **options) -> dict[str, Any]:
     }
 
 
-# the default first; a rule is a file of its name in ops/rules/
+# the default first; a rule is a file of its name in ops/rules/, and "none" is none
 UpdateRule = Literal["linear", "delta", "gated_delta", "none"]
 UPDATE_RULES = get_args(UpdateRule)
 # the default first; a score is a file of its name in ops/keeping/

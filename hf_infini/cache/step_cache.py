@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from ..ops.backends.step import with_segments_complete
 from ..ops.keeping import SCORES
 from ..ops.layout.step import segment_border
-from ..ops.rules import RULES
+from ..ops.rules import rule_of
 from ..options import first_layers
 from .cache import InfiniCache, text_after
 
@@ -93,7 +93,7 @@ class StepCache(InfiniCache):
         rows = self._borders.get(self._steps % length)
         if rows is not None:
             config = self._config
-            ways = RULES[config.update_rule].of(config), SCORES[config.keep_score]
+            ways = rule_of(config), SCORES[config.keep_score]
             borders = {
                 window: segment_border(self.layers[layer].state, window, rows)
                 for window, layer in first_layers(self.windows).items()

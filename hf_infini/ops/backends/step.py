@@ -60,7 +60,7 @@ def attend_step(call: AttentionCall) -> Attended:
     output = output.reshape(*query.shape[:3], -1)
 
     with torch.autocast(keys.device.type, enabled=False):
-        if rule.holds:
+        if rule is not None:
             held = state.memory.unsqueeze(1), state.normaliser.unsqueeze(1)
             local, query = output.unsqueeze(1), new_query.unsqueeze(1)
             output = rule.mix(local, query, held, gate, layout.filled).squeeze(1)
@@ -88,7 +88,7 @@ def add_received(call: AttentionCall, scores: Tensor, query: Tensor, key: Tensor
 
 
 def with_segments_complete(
-    rule: MemoryRule,
+    rule: MemoryRule | None,
     keep_score: TokenScore,
     state: InfiniState,
     window: Window,
@@ -99,7 +99,7 @@ def with_segments_complete(
     its counts stay.
 
     Args:
-        rule, keep_score: how it is written, and what is kept of it.
+        rule, keep_score: how it is written (`None`: not), and what is kept of it.
         state: after the call that completes the segments, but for this.
         window: the sizes of the layer's window.
         complete: which rows do, as in [`StepLayout`].
@@ -116,13 +116,13 @@ def with_segments_complete(
             number = numbers[:, None, None, :, None].expand_as(scores[..., :1])
             oldest, before = oldest._replace(position=number), Tokens.kept_in(rows, window)
             _, kept, evicted = keep_best(
-                before, oldest, taken_in.unsqueeze(1), keep_score, window, evicts=rule.holds
+                before, oldest, taken_in.unsqueeze(1), keep_score, window, evicts=rule is not None
             )
             if evicted is not None:
                 keys, values, log_weights, _, number = evicted
                 mask = number[..., 0] >= 0
         memory = rows.memory, rows.normaliser
-        if rule.holds:
+        if rule is not None:
             mask = mask.unsqueeze(-1)
             written = rule.written(keys.to(dtype), values.to(dtype), log_weights, mask)
             _, memory = rule.states(written, *memory)
