@@ -78,6 +78,11 @@ class Window(NamedTuple):
         return (self.local_segments + 1) * self.segment_length
 
     @property
+    def oldest(self) -> slice:
+        """Places of the oldest segment."""
+        return slice(self.ahead, self.ahead + self.segment_length)
+
+    @property
     def places(self) -> int:
         """All places: tokens that the softmax sees at most."""
         return self.ahead + self.span
@@ -161,7 +166,7 @@ def options_of_cache(cache_tokens: int, **options) -> dict[str, Any]:
     }
 
 
-# the default first; a rule is a file of its name in ops/rules/
+# the default first; a rule is a file of its name in ops/rules/, and "none" is none
 UpdateRule = Literal["linear", "delta", "gated_delta", "none"]
 UPDATE_RULES = get_args(UpdateRule)
 # the default first; a score is a file of its name in ops/keeping/

@@ -249,7 +249,7 @@ class InfiniCache(Cache):
         cache = copy.copy(self)
         windows = {layer: window for layer, window in self.windows.items() if window.kept_tokens}
         states = {layer: cache.layers[layer].state for layer in windows}
-        displaced = not RULES[self.update_rule].holds
+        displaced = self.update_rule not in RULES
         rows = self.archive.rows_of(self.state.tokens_seen)
         made = recalled(rows, question, terms, states, windows, displaced)
         for layer, state in made.items():

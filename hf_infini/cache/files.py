@@ -31,7 +31,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..ops.checks import check_types
 from ..ops.keeping import SCORES
-from ..ops.rules import RULES
+from ..ops.rules import rule_of
 from ..ops.state import InfiniState
 from ..options import key_heads
 from .tensor_files import FileKind, Place, add_tensors, checksum, copies_of, write_files
@@ -243,12 +243,12 @@ def check_tensors(path: Place, tensors: dict[str, Tensor], config: Any, rows: in
 def first_states(config: Any, rows: int, dtype: torch.dtype) -> dict[int, InfiniState]:
     """The states of the layers with a memory of a model with this `config` before the first
     token, without numbers, by layer. `rows`: of the batch; `dtype`: of keys and values."""
-    rule, (heads, *widths) = RULES[config.update_rule].of(config), key_heads(config)
+    rule, (heads, *widths) = rule_of(config), key_heads(config)
     key, value = (
         torch.empty(rows, heads, 0, width, dtype=dtype, device="meta") for width in widths
     )
     weighted, taps = (
-        bool(rule.parameters(1, 1)) or config.memory_write == "learned",
+        bool(rule and rule.parameters(1, 1)) or config.memory_write == "learned",
         config.memory_conv,
     )
     recent = (

@@ -75,7 +75,7 @@ def _row_of(cache: object, number: int) -> Row:
             "each document, in one row."
         )
     cache.check_finished()
-    if RULES[cache.update_rule].holds:
+    if cache.update_rule in RULES:
         raise ValueError(
             f"cache {number} has a memory (update_rule={cache.update_rule!r}) of its document, and "
             "there is no memory of several that were read apart: read them as one text, or use a "

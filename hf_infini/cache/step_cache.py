@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from ..ops.backends.step import with_segments_complete
 from ..ops.keeping import SCORES
 from ..ops.layout.step import segment_border
-from ..ops.rules import RULES
+from ..ops.rules import rule_of
 from ..options import first_layers
 from .cache import InfiniCache, text_after
 
@@ -92,15 +92,16 @@ class StepCache(InfiniCache):
         length = self._config.segment_length
         rows = self._borders.get(self._steps % length)
         if rows is not None:
-            config, borders = self._config, {}
-            ways = RULES[config.update_rule].of(config), SCORES[config.keep_score]
-            for window, layer in first_layers(self.windows).items():
-                state = self.layers[layer].state
-                complete = state.tokens_seen % length == 0
-                borders[window] = segment_border(state, window, complete, rows)
+            config = self._config
+            ways = rule_of(config), SCORES[config.keep_score]
+            borders = {
+                window: segment_border(self.layers[layer].state, window, rows)
+                for window, layer in first_layers(self.windows).items()
+            }
             for layer, window in self.windows.items():
-                state = self.layers[layer].state
-                new = with_segments_complete(*ways, state, borders[window]).after(borders[window])
+                state, (leaving, memory_tokens, skipped) = self.layers[layer].state, borders[window]
+                new = with_segments_complete(*ways, state, window, rows, leaving)
+                new = new.having(memory_tokens=memory_tokens, local_skipped=skipped)
                 write_into(state.tensors(), new.tensors())
         cache.in_step = False
 

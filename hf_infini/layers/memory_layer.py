@@ -6,6 +6,7 @@ window turns them by its own places with the model's own function.
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from ..ops.convolution import short_convolution
 from ..ops.equations import MemoryRule, ScoreOptions, window_attention
 from ..ops.keeping import SCORES
 from ..ops.keeping.score import TokenScore
-from ..ops.rules import RULES
+from ..ops.rules import RULES, rule_of
 from ..ops.state import AttentionCall, InfiniState, Tokens
 from ..options import Window, key_heads
 
@@ -112,9 +113,10 @@ class MemoryLayerMixin(nn.Module):
         """What its softmax sees."""
         return self.options.window_of(self.layer_idx)
 
-    @property
-    def rule(self) -> MemoryRule:
-        return RULES[self.options.update_rule].of(self.options)
+    @functools.cached_property
+    def rule(self) -> MemoryRule | None:
+        """How its memory is written; `None`: it has none."""
+        return rule_of(self.options)
 
     @property
     def keep_score(self) -> TokenScore:
@@ -131,12 +133,12 @@ class MemoryLayerMixin(nn.Module):
             values["memory_write"] = torch.zeros(heads, width)
         if config.kept_tokens:
             values |= {name: torch.zeros(heads, width) for name in self.keep_score.learns}
-        return values | self.rule.parameters(heads, width)
+        return values if self.rule is None else values | self.rule.parameters(heads, width)
 
     def add_memory_parameters(self, width: int, **options) -> None:
         """Makes the parameters, uninitialised. `width`: of the layer's input; options: their
         `device` and `dtype`."""
-        if self.rule.holds:
+        if self.rule is not None:
             self.gate = Gate(self.head_counts[0], **options).train(self.training)
         for name, value in self.first_values(width).items():
             setattr(
@@ -150,7 +152,7 @@ class MemoryLayerMixin(nn.Module):
 
     @torch.no_grad()
     def init_memory_parameters(self) -> None:
-        if self.rule.holds:
+        if self.rule is not None:
             init.constant_(self.gate.weight, self.options.gate_init)
         for name, value in self.first_values(1).items():  # the same for all numbers of the input
             init.copy_(getattr(self, name), value.expand_as(getattr(self, name)))
@@ -193,7 +195,7 @@ class MemoryLayerMixin(nn.Module):
                 )
             if exchange is not None:
                 before = exchange.received_state(self.layer_idx, before, tokens)
-            gate = self.gate() if rule.holds else None
+            gate = None if rule is None else self.gate()
             wanted: dict[str, Any] = {
                 "return_state": cached is not None,
                 "in_place": not torch.is_grad_enabled(),
@@ -226,9 +228,10 @@ class MemoryLayerMixin(nn.Module):
         """The log weight of each token, or its log rates, `[batch, kv_heads, tokens, rates]`;
         `None`: all weigh 1. `hidden_states`: the input of the projections, `[batch, tokens,
         width]`."""
-        rule = RULES[self.options.update_rule]
-        if own := {name: getattr(self, name) for name in rule.parameters(1, 1)}:
-            return rule.log_rates(hidden_states, **own)
+        if self.rule is None:
+            return None
+        if own := {name: getattr(self, name) for name in self.rule.parameters(1, 1)}:
+            return self.rule.log_rates(hidden_states, **own)
         if self.options.memory_write == "equal":
             return None
         return F.linear(hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)
@@ -306,7 +309,8 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         self.config = self.options
         if hasattr(self, "hook"):
             self.hook.remove()
-        for name in (*PARAMETERS, "hook", "options", "head_counts", "rotary_type", "turns_states"):
+        added = ("hook", "options", "rule", "head_counts", "rotary_type", "turns_states")
+        for name in (*PARAMETERS, *added):
             if hasattr(self, name):  # not all options add all of them
                 delattr(self, name)
         swap_class(self, self.own_class)

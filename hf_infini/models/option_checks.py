@@ -126,7 +126,8 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
         if (
             self.has_memory
             and self.memory_write == "learned"
-            and RULES[self.update_rule].parameters(1, 1)
+            and (rule := RULES.get(self.update_rule)) is not None
+            and rule.parameters(1, 1)
         ):
             raise ValueError(
                 f"update_rule={self.update_rule!r} does not go with memory_write='learned': it "

@@ -97,13 +97,14 @@ def check_arguments(
             "query, key and value must be of one floating-point dtype, got "
             f"{', '.join(map(str, dtypes))}."
         )
-    if (gate is None) == rule.holds:
+    if (gate is None) != (rule is None):
+        update_rule = "none" if rule is None else rule.update_rule
         raise ValueError(
             "a gate, [heads], is the share of a memory: give one with a memory, and None with "
             f"update_rule='none'; got {'none' if gate is None else 'one'} with "
-            f"update_rule={rule.update_rule!r}."
+            f"update_rule={update_rule!r}."
         )
-    if log_weight is not None and not rule.holds:
+    if log_weight is not None and rule is None:
         raise ValueError("log_weight is for what a memory takes in: leave it out.")
     if heads % kv_heads:
         raise ValueError(f"the {kv_heads} key/value heads must divide the {heads} query heads.")
@@ -113,11 +114,12 @@ def check_arguments(
             f"and with nothing else; got {'none' if learned_score is None else 'one'} with "
             f"kept_tokens={window.kept_tokens} and keep_score={score.keep_score!r}."
         )
+    rates = 0 if rule is None else rule.rates
     for name, tensor, wanted in (
         ("key", key, (batch, kv_heads, count, head_dim)),
         ("value", value, (batch, kv_heads, count, value.shape[3])),
         ("gate", gate, (heads,)),
-        ("log_weight", log_weight, (batch, kv_heads, count, rule.rates)),
+        ("log_weight", log_weight, (batch, kv_heads, count, rates)),
         ("learned_score", learned_score, (batch, kv_heads, count)),
     ):
         if tensor is not None and tensor.shape != wanted:

@@ -20,7 +20,7 @@ are of contiguous matrices.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -238,8 +238,6 @@ class MemoryRule:
     eps: float = EPS
 
     update_rule: ClassVar[str] = "linear"  # its name, that of its file in rules/
-    # whether there is a memory at all; otherwise M has no rows, and a layer no gate
-    holds: ClassVar[bool] = True
     # whether its memory has a normaliser; otherwise the width of z is 0
     normalised: ClassVar[bool] = True
     rates: ClassVar[int] = 1  # numbers in a token's log weight
@@ -249,11 +247,6 @@ class MemoryRule:
             raise ValueError(
                 f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {self.feature_map!r}."
             )
-
-    @classmethod
-    def of(cls, config: Any) -> "MemoryRule":
-        """The rule with the options of a model's configuration, `config`, [`MemoryOptions`]."""
-        return cls(feature_map=config.feature_map)
 
     def features(self, x: Tensor) -> Tensor:
         """σ(x), of any shape: positive, so that every denominator of equation 3 is."""

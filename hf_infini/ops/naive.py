@@ -18,7 +18,7 @@ from .keeping import token_score
 from .keeping.score import TokenScore
 from .positions import rotate
 from .recall import BLOCK_TOKENS, K1, PAIRS, REACH, C
-from .rules import RULES, memory_rule
+from .rules import memory_rule
 from .state import InfiniState, Tokens, check_shapes
 
 EPS = 1e-6
@@ -83,7 +83,7 @@ def naive_infini_attention(
     query, key, value, gate, log_weight = (
         _widen(part, state) for part in (query, key, value, gate, log_weight)
     )
-    options = SimpleNamespace(rule=RULES[update_rule], feature_map=FEATURE_MAPS[feature_map])
+    options = SimpleNamespace(rule=rule, feature_map=FEATURE_MAPS[feature_map])
     options.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options.score = score
     options.far_rotary, far_from = (rotary, 0) if far_rotary is None else far_rotary
@@ -250,7 +250,7 @@ class _Head:
             self.receive(scores.detach(), seen)
         # [group, value_dim]
         output = F.dropout(torch.softmax(scores, -1), self.of.dropout) @ values
-        if self.memory_tokens and self.of.rule.holds:
+        if self.memory_tokens and self.of.rule is not None:
             features = self.features(query)
             read, denominator = self.of.rule.naive_read(
                 features, self.memory[None], self.normaliser[None], self.of.eps
@@ -309,7 +309,8 @@ class _Head:
     def write(self, segment):
         """Equation 4, by the rule, for the tokens of a segment that leaves the window."""
         segment = self.keep(segment) if self.kept_tokens else segment
-        if not segment:
+        self.memory_tokens += len(segment)
+        if not segment or self.of.rule is None:
             return
         keys, values = (
             torch.stack([getattr(token, name) for token in segment])[None]
@@ -324,7 +325,6 @@ class _Head:
             self.memory[None], self.normaliser[None], features, values, weights, self.of.eps
         )
         self.memory, self.normaliser = (part.squeeze(0) for part in written)
-        self.memory_tokens += len(segment)
 
     def keep(self, segment):
         """Keeps the best of what has been kept and of this segment, and returns the others, in

@@ -21,6 +21,7 @@ WINDOWS = ("local_key", "local_value", "local_log_weight", "local_score")
 COUNTS = ("tokens_seen", "last_position", "memory_tokens")
 # a layer's own: the others follow from which token is where
 OF_LAYER = ("memory", "normaliser", *WINDOWS, "kept_position")
+LINEAR = MemoryRule()
 
 
 class Tokens(NamedTuple):
@@ -187,7 +188,7 @@ class InfiniState:
         sink_tokens: int = 0,
         kept_tokens: int = 0,
         *,
-        rule: MemoryRule | None = None,
+        rule: MemoryRule | None = LINEAR,
         weighted: bool = False,
         scores: int = 1,
     ) -> "InfiniState":
@@ -198,32 +199,29 @@ class InfiniState:
                 which only the shapes, dtype and device are read.
             segment_length, local_segments, sink_tokens, kept_tokens: L, w, S and K of the
                 window, in tokens, but w in segments.
-            rule: how the memory is written; `None`: by the linear rule.
+            rule: how the memory is written; `None`: there is none.
             weighted: whether tokens have a `log_weight`.
             scores: how many say whether a token is kept, [`TokenScore.count`].
 
         Raises:
             ValueError: there is no window of these sizes.
         """
-        rule = MemoryRule() if rule is None else rule
         window = Window(segment_length, local_segments, sink_tokens, kept_tokens)
         window.check()
         (batch, heads, _, head_dim), value_dim = key.shape, value.shape[-1]
+        rows, width = memory_sizes(rule, head_dim)
+        rates = 0 if rule is None else rule.rates
         dtype = torch.promote_types(key.dtype, torch.float32)
         places = window.places
         # One zero, seen as a whole window: a call that reads no window and keeps no state pays for
         # none.
         zero = key.new_zeros(1)
         return cls(
-            memory=key.new_zeros(head_dim if rule.holds else 0, value_dim, dtype=dtype).expand(
-                batch, heads, -1, -1
-            ),
-            normaliser=key.new_zeros(head_dim if rule.normalised else 0, dtype=dtype).expand(
-                batch, heads, -1
-            ),
+            memory=key.new_zeros(rows, value_dim, dtype=dtype).expand(batch, heads, -1, -1),
+            normaliser=key.new_zeros(width, dtype=dtype).expand(batch, heads, -1),
             local_key=zero.expand(batch, heads, places, head_dim),
             local_value=value.new_zeros(1).expand(batch, heads, places, value_dim),
-            local_log_weight=zero.expand(batch, heads, places, rule.rates) if weighted else None,
+            local_log_weight=zero.expand(batch, heads, places, rates) if weighted else None,
             tokens_seen=torch.zeros(batch, dtype=torch.long, device=key.device),
             last_position=torch.full((batch,), -1, dtype=torch.long, device=key.device),
             memory_tokens=torch.zeros(batch, dtype=torch.long, device=key.device),
@@ -257,7 +255,7 @@ class InfiniState:
         """What is held of the window's tokens."""
         return Tokens(self.local_key, self.local_value, self.local_log_weight, self.local_score)
 
-    def checked_for(self, tokens: Tokens, places: int, rule: MemoryRule) -> "InfiniState":
+    def checked_for(self, tokens: Tokens, places: int, rule: MemoryRule | None) -> "InfiniState":
         """The state that a call of these tokens continues, with so many `places` and the memory of
         this rule, or a ValueError. The window gets the wider dtype of the two: one call may run
         under autocast and the next one without."""
@@ -266,9 +264,9 @@ class InfiniState:
             for part in tokens[:4]
         ]
         wanted: dict[str, tuple[int, ...] | None] = dict(zip(WINDOWS, shapes, strict=True))
-        heads, width = tokens.key.shape[:2], tokens.key.shape[3]
-        wanted["memory"] = (*heads, width if rule.holds else 0, tokens.value.shape[3])
-        wanted["normaliser"] = (*heads, width if rule.normalised else 0)
+        heads, (rows, width) = tokens.key.shape[:2], memory_sizes(rule, tokens.key.shape[3])
+        wanted["memory"] = (*heads, rows, tokens.value.shape[3])
+        wanted["normaliser"] = (*heads, width)
         for name, shape in wanted.items():
             found = None if (held := getattr(self, name)) is None else tuple(held.shape)
             if found != shape:
@@ -317,15 +315,24 @@ class InfiniState:
 FIELDS = tuple(field.name for field in fields(InfiniState))
 
 
+def memory_sizes(rule: MemoryRule | None, head_dim: int) -> tuple[int, int]:
+    """Rows of M and numbers of z, in a state with this `rule`, for heads of so many numbers,
+    `head_dim`."""
+    return (
+        0 if rule is None else head_dim,
+        0 if rule is None or not rule.normalised else head_dim,
+    )
+
+
 class AttentionCall(NamedTuple):
     """What [`attend`] computes: [`infini_attention`] on a layout that is already made."""
 
     query: Tensor  # `[batch, heads, tokens, head_dim]`, not rotated
     tokens: Tokens  # with the `learned_score` for the score, `[batch, kv_heads, tokens]`
-    gate: Any  # β, `[heads]`; `None` where the rule has no memory
+    gate: Any  # β, `[heads]`; `None` without a memory
     # [`segment_layout`] of the tokens: a StepLayout or a GridLayout, as `fits` has found
     layout: Any
-    rule: MemoryRule
+    rule: MemoryRule | None  # `None`: there is no memory
     softmax: ScoreOptions
     state: InfiniState  # that the tokens continue
     keep_score: TokenScore

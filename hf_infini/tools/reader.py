@@ -253,7 +253,7 @@ class Reader:
         span = max(window.span for window in config.windows.values())
         return (
             self.archive
-            and not RULES[config.update_rule].holds
+            and config.update_rule not in RULES
             and any(len(self._encode(f"{MARK}{_checked(text)}{MARK}")) >= span for text in texts)
         )
 

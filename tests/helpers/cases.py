@@ -32,7 +32,7 @@ class Case:
     @property
     def has_memory(self) -> bool:
         """Whether its rule has one; otherwise nothing reads the gate."""
-        return RULES[self.options.get("update_rule", "linear")].holds
+        return self.options.get("update_rule", "linear") in RULES
 
     def leaves(self) -> list[torch.Tensor]:
         """Fresh copies that ask for gradients: query, key, value, gate, then log weights and scores
@@ -94,7 +94,7 @@ def random_case(seed: int | random.Random, dtype=torch.float32, **fixed) -> Case
         "update_rule": fixed.get("update_rule", picked),
         "local_segments": pick.choice([0, 0, 1, 2]),
     }
-    rule = RULES[options["update_rule"]]
+    rule = RULES.get(options["update_rule"])
     options["feature_map"] = pick.choice(["elu", "elu", "exp"])
     if chance(50):
         options["attention_mask"] = torch.rand(batch, tokens, generator=draw) < pick.choice(
@@ -112,7 +112,7 @@ def random_case(seed: int | random.Random, dtype=torch.float32, **fixed) -> Case
         options["memory_mask"] &= torch.arange(tokens) >= unwritten * (
             torch.rand(batch, 1, generator=draw) < 0.7
         )
-    if chance(80 if rule.holds and not rule.normalised else 30) and rule.holds:
+    if chance(80 if rule and not rule.normalised else 30) and rule:
         weights = normal(batch, kv_heads, tokens, rule.rates)
         # rates up to 1
         options["log_weight"] = weights if rule.normalised else F.logsigmoid(weights)

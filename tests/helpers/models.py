@@ -128,7 +128,8 @@ def in_calls(model, ids, edges, cache=None, **columns) -> torch.Tensor:
 def naive_attend(call):
     """Stands in for the fast function inside a model; covers calls without padding or packing."""
     given = call.layout.window._asdict()
-    given |= {name: getattr(call.rule, name) for name in ("update_rule", "feature_map")}
+    of_rule = ("update_rule", "feature_map") if call.rule else ()
+    given |= {"update_rule": "none"} | {name: getattr(call.rule, name) for name in of_rule}
     given |= {
         name: getattr(call.softmax, name) for name in ("rotary", "turn", "scaling", "softcap")
     }

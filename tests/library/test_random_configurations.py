@@ -32,15 +32,15 @@ def memories(draw, layers: int, family: str) -> dict:
     """Options of a memory that go together."""
     options = {"segment_length": draw(st.integers(1, 9))}
     options["update_rule"] = draw(st.sampled_from(UPDATE_RULES))
-    rule = RULES[options["update_rule"]]
-    if rule.holds:
+    rule = RULES.get(options["update_rule"])
+    if rule:
         options["feature_map"] = draw(st.sampled_from(["elu", "exp"]))
         options["gate_init"] = draw(st.floats(-4, 4, width=32))
     options["local_segments"] = draw(st.integers(0, 2))
     options["sink_tokens"] = draw(st.integers(0, min(3, options["segment_length"] - 1)))
     options["memory_conv"] = draw(st.integers(0, 4))
     options["mask_special_tokens"] = draw(st.booleans())
-    if rule.normalised and options["feature_map"] != "elu":
+    if rule and rule.normalised and options["feature_map"] != "elu":
         options["memory_write"] = draw(st.sampled_from(["equal", "learned"]))
     if family != "causal_mha":
         options["layers"] = draw(

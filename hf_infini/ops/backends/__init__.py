@@ -70,10 +70,9 @@ def _fits_kernels(call: AttentionCall) -> tuple[bool, str]:
         return False, "not on a CUDA device"
     if not isinstance(call.layout, GridLayout):
         return False, "one token for every row"
-    softmax = call.softmax
+    softmax, update_rule = call.softmax, call.rule and call.rule.update_rule
     refused = {
-        f"no kernel for the update rule {call.rule.update_rule!r}": call.rule.update_rule
-        not in ("linear", "none"),
+        f"no kernel for the update rule {update_rule!r}": update_rule not in ("linear", None),
         "triton is not installed": importlib.util.find_spec("triton") is None,
         "code that came with a model has no kernels": not __name__.endswith(".ops.backends"),
         "local weights are returned": softmax.written_out,
@@ -100,7 +99,7 @@ def _fits_kernels(call: AttentionCall) -> tuple[bool, str]:
 
 def _with_closed_memory(call: AttentionCall) -> AttentionCall:
     """The call as the kernels know it: without a memory it is one whose memory nobody reads."""
-    if call.rule.holds:
+    if call.rule is not None:
         return call
     query, (key, value), state = call.query, call.tokens[:2], call.state
     memory = state.memory.new_zeros(*key.shape[:2], key.shape[3], value.shape[3])
@@ -111,7 +110,7 @@ def _with_closed_memory(call: AttentionCall) -> AttentionCall:
 
 def _run_kernels(call: AttentionCall) -> Attended:
     output, after, weights = _kernels("attend").run(_with_closed_memory(call))
-    if after is not None and not call.rule.holds:
+    if after is not None and call.rule is None:
         after = after.having(memory=call.state.memory, normaliser=call.state.normaliser)
     return output, after, weights
 

@@ -62,7 +62,7 @@ def attend_grid(call: AttentionCall) -> Attended:
             del seen, evicted
         local, weights = window_attention(compared, keys, values, mask, softmax)
         all_weights.append(weights)
-        if rule.holds:
+        if rule is not None:
             filled = (layout.left[:, begin:end] > layout.window.kept_tokens)[:, :, None, None, None]
             with torch.autocast(tokens.key.device.type, enabled=False):
                 keys, values = leaving[0].to(dtype), leaving[1].to(dtype)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...options import Window
 from ..equations import MemoryRule, are_few, masked_scores, product, softmax_weights
 from ..keeping.choose import keep_best
 from ..keeping.score import TokenScore
-from ..layout.step import SegmentBorder
+from ..layout.step import in_rows, without_oldest
 from ..state import OF_LAYER, Attended, AttentionCall, InfiniState, Tokens
 
 
@@ -40,18 +41,7 @@ def attend_step(call: AttentionCall) -> Attended:
     grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])
     if state.local_score is not None:
         scores = state.local_score.detach()  # which `put` has allowed to write into
-        if layout.sink is not None:
-            scores[:, :, : layout.window.sink_tokens].zero_()  # they need none
-        if keep_score.receiving is not None:
-            # `[B, K, places seen]`, of the mean over a group's heads and without kept tokens;
-            # scores: `[B, K, places, R]`
-            detached = grouped.detach(), seen_keys.detach()
-            received = masked_scores(*detached, layout.in_window, softmax)
-            received = received.softmax(-1, dtype=scores.dtype).mean(2)
-            received = received if layout.real is None else received * layout.real.unsqueeze(2)
-            scores[:, :, layout.window.ahead : layout.seen.stop, keep_score.receiving] += received[
-                :, :, layout.window.ahead :
-            ]
+        add_received(call, scores, grouped.detach(), seen_keys.detach())
         state = state.having(local_score=scores)
     weights = None
     if softmax.written_out or softmax.softcap or are_few(grouped):
@@ -70,53 +60,77 @@ def attend_step(call: AttentionCall) -> Attended:
     output = output.reshape(*query.shape[:3], -1)
 
     with torch.autocast(keys.device.type, enabled=False):
-        if rule.holds:
+        if rule is not None:
             held = state.memory.unsqueeze(1), state.normaliser.unsqueeze(1)
             local, query = output.unsqueeze(1), new_query.unsqueeze(1)
             output = rule.mix(local, query, held, gate, layout.filled).squeeze(1)
-        state = with_segments_complete(rule, keep_score, state, layout)
+        if layout.complete is not None:
+            border = layout.complete, layout.leaving
+            state = with_segments_complete(rule, keep_score, state, layout.window, *border)
     if layout.real is not None:
         output = output.masked_fill(~layout.real[:, :, None, None], 0)
     return output, state.after(layout), weights
 
 
+def add_received(call: AttentionCall, scores: Tensor, query: Tensor, key: Tensor) -> None:
+    """Adds to the `scores` of a window's tokens, `[B, K, places, R]`, the attention that they
+    receive from a call's queries, where that counts. `query`: `[B, K, heads of a group, D]`, and
+    `key`, `[B, K, places seen, D]`, as they are compared."""
+    layout, column, ahead = call.layout, call.keep_score.receiving, call.layout.window.ahead
+    if layout.sink is not None:
+        scores[:, :, : layout.window.sink_tokens].zero_()  # they need none
+    if column is not None:
+        # the mean over a group's heads, without kept tokens
+        received = masked_scores(query, key, layout.in_window, call.softmax)
+        received = received.softmax(-1, dtype=scores.dtype).mean(2)
+        received = received if layout.real is None else received * layout.real.unsqueeze(2)
+        scores[:, :, ahead : layout.seen.stop, column] += received[:, :, ahead:]
+
+
 def with_segments_complete(
-    rule: MemoryRule, keep_score: TokenScore, state: InfiniState, border: SegmentBorder
+    rule: MemoryRule | None,
+    keep_score: TokenScore,
+    state: InfiniState,
+    window: Window,
+    complete: Tensor,
+    leaving: Tensor,
 ) -> InfiniState:
     """The state whose rows that complete a segment have written the oldest one of their window;
-    its counts stay. `rule`, `keep_score`: how it is written, and what is kept of it;
-    `border`: of the call that has led to `state`."""
-    if border.completing is None:
-        return state
+    its counts stay.
 
-    def complete(taken_in, numbers, *parts):
+    Args:
+        rule, keep_score: how it is written (`None`: not), and what is kept of it.
+        state: after the call that completes the segments, but for this.
+        window: the sizes of the layer's window.
+        complete: which rows do, as in [`StepLayout`].
+        leaving: `[batch, L]`, what leaves their windows, as of [`segment_border`].
+    """
+
+    def completed(numbers, *parts):
         rows, kept = state.having(**dict(zip(old, parts, strict=True))), None
-        leaving = rows.windows().map(lambda window: border.oldest(window).unsqueeze(1))
-        keys, values, log_weights, scores, _ = leaving  # [B, 1, K, L, dim]
-        mask, dtype = taken_in[:, None, None, :], rows.memory.dtype
-        if border.window.kept_tokens:
+        oldest = rows.windows().map(lambda part: part[:, :, window.oldest].unsqueeze(1))
+        keys, values, log_weights, scores, _ = oldest  # [B, 1, K, L, dim]
+        taken_in, dtype = numbers >= 0, rows.memory.dtype
+        mask = taken_in[:, None, None, :]
+        if window.kept_tokens:
             number = numbers[:, None, None, :, None].expand_as(scores[..., :1])
-            leaving, before = (
-                leaving._replace(position=number),
-                Tokens.kept_in(rows, border.window),
-            )
-            taken = taken_in.unsqueeze(1)
+            oldest, before = oldest._replace(position=number), Tokens.kept_in(rows, window)
             _, kept, evicted = keep_best(
-                before, leaving, taken, keep_score, border.window, evicts=rule.holds
+                before, oldest, taken_in.unsqueeze(1), keep_score, window, evicts=rule is not None
             )
             if evicted is not None:
                 keys, values, log_weights, _, number = evicted
                 mask = number[..., 0] >= 0
         memory = rows.memory, rows.normaliser
-        if rule.holds:
+        if rule is not None:
             mask = mask.unsqueeze(-1)
             written = rule.written(keys.to(dtype), values.to(dtype), log_weights, mask)
             _, memory = rule.states(written, *memory)
-        rows = rows.map_windows(border.shift).having(memory=memory[0], normaliser=memory[1])
-        rows = rows if kept is None else kept.into(rows, border.window)
+        rows = rows.map_windows(lambda part: without_oldest(part, window))
+        rows = rows.having(memory=memory[0], normaliser=memory[1])
+        rows = rows if kept is None else kept.into(rows, window)
         return tuple(getattr(rows, name) for name in old)
 
     old = state.tensors(OF_LAYER)
-    return state.having(
-        **dict(zip(old, border.in_complete_rows(complete, *old.values()), strict=True))
-    )
+    new = in_rows(complete, completed, [*old.values()], leaving)
+    return state.having(**dict(zip(old, new, strict=True)))

@@ -114,7 +114,7 @@ def choose_leaving(
         call.keep_score,
         layout.window,
         documents,
-        call.rule.holds,
+        call.rule is not None,
     )
 
 

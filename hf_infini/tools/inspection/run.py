@@ -209,13 +209,12 @@ def _memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     the values: of unit vectors they are the weights."""
     widened: Any = (None if part is None else _widen(part) for part in call.tokens)
     call = call._replace(query=_widen(call.query), tokens=Tokens(*widened))
-    if not call.rule.holds:  # as with a memory that nobody reads
-        rule, heads = MemoryRule(), call.query.shape[1]
-        closed = call.query.new_full((heads,), -torch.inf)
-        call = call._replace(rule=rule, gate=closed)
-    gate = _widen(call.gate)
-    local, weights, _ = _attended(call, torch.full_like(gate, -torch.inf))
-    memory, memory_weights, held = _attended(call, torch.full_like(gate, torch.inf))
+    rule, gate = call.rule, call.gate
+    if rule is None:  # as with a memory that nobody reads
+        rule, gate = MemoryRule(), call.query.new_full((call.query.shape[1],), -torch.inf)
+    gate = _widen(gate)
+    local, weights, _ = _attended(call, rule, torch.full_like(gate, -torch.inf))
+    memory, memory_weights, held = _attended(call, rule, torch.full_like(gate, torch.inf))
     # before, both are the local attention
     has_memory = (memory_weights != weights).any(-1, keepdim=True)
     memory, memory_weights = memory * has_memory, memory_weights * has_memory
@@ -243,24 +242,24 @@ def _memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     }
 
 
-def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Equation 5 with these logits: heads `[B, H, T, D]`, what each token's value weighs in them,
-    `[B, H, T, T]`, and the memory that each segment reads, and the one after the last, `[B, K, S +
-    1, D, D + T]`: of the values, then of tokens."""
+def _attended(call: AttentionCall, rule: MemoryRule, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Equation 5 with this rule and these logits: heads `[B, H, T, D]`, what each token's value
+    weighs in them, `[B, H, T, T]`, and the memory that each segment reads, and the one after the
+    last, `[B, K, S + 1, D, D + T]`: of the values, then of tokens."""
     value, (batch, kv_heads, count, _) = call.tokens.value, call.tokens.key.shape
     units = torch.eye(count, dtype=value.dtype, device=value.device).expand(batch, kv_heads, -1, -1)
     tokens, held = call.tokens._replace(value=torch.cat([value, units], -1)), []
 
-    class Watched(type(call.rule)):
+    class Watched(type(rule)):
         def read(self, features, memory, normaliser):
             held.append(memory)
             return super().read(features, memory, normaliser)
 
-    made: dict[str, Any] = {"rule": call.rule, "weighted": tokens.log_weight is not None}
+    made: dict[str, Any] = {"rule": rule, "weighted": tokens.log_weight is not None}
     made["scores"] = call.keep_score.count
     state = InfiniState.initial(tokens.key, tokens.value, *call.layout.window, **made)
     call = call._replace(
-        tokens=tokens, gate=gate, state=state, rule=Watched(**vars(call.rule)), return_state=True
+        tokens=tokens, gate=gate, state=state, rule=Watched(**vars(rule)), return_state=True
     )
     attended: Any = attend_grid(call)
     heads, weights = attended[0].split([value.shape[-1], count], -1)

@@ -93,7 +93,8 @@ def _kind(call: AttentionCall, dtype: torch.dtype, learns: bool) -> tuple:
     """What a call has in common with others for which the kernels are right where they are for
     it."""
     (key, value, log_weight, *_), layout, softmax = call.tokens, call.layout, call.softmax
-    gate: Any = call.gate  # of a rule that kernels compute
+    gate: Any = call.gate  # of a memory, which a call of kernels has
+    rule: Any = call.rule
     turn, tables = softmax.turn, softmax.rotary
     sizes = (
         call.query.shape[1::2],
@@ -116,7 +117,7 @@ def _kind(call: AttentionCall, dtype: torch.dtype, learns: bool) -> tuple:
         type(getattr(turn, "__self__", None)),
         tables[0].dtype,
     )
-    features = call.rule.feature_map, log_weight is None
+    features = rule.feature_map, log_weight is None
     return call.query.device, dtype, gate.dtype, *features, sizes, form, way
 
 

@@ -50,6 +50,7 @@ class Launcher:
 
     def __init__(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor):
         softmax, layout = call.softmax, call.layout
+        rule: Any = call.rule  # kernels are given calls with a memory
         self.recorded = torch.is_grad_enabled()  # within the autograd function nobody can tell
         # source rows before those of the grid
         self.layout, self.first = layout, layout.window.ahead if layout.begun else 0
@@ -66,7 +67,7 @@ class Launcher:
             kv_heads=key.shape[1],
             length=layout.window.segment_length,
             scale=softmax.scaling_of(query),
-            eps=call.rule.eps,
+            eps=rule.eps,
         )
         # The interpreter's products of 16 bits are wrong
         short = {} if INTERPRETED else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -82,7 +83,7 @@ class Launcher:
             AHEAD=self.ahead
             and min(32 if self.wide else 64, triton.next_power_of_2(max(16, self.ahead))),
             SIGNED=None if softmax.rotary is None else softmax.turn is rotate,
-            EXP=call.rule.feature_map == "exp",
+            EXP=rule.feature_map == "exp",
             DTYPE=short.get(query.dtype, tl.float32),
             BM=0,
             BN=0,
