@@ -133,8 +133,7 @@ class Bounded(Way):
             for head in range(heads if kept is not None else 0):
                 here[head, kept[0, head][kept[0, head] >= 0].cpu()] = 1
             found += here.mean(0)
-        layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        return (found + layers - len(cache.windows)) / layers  # the other layers hold all
+        return found / len(cache.windows)  # sliding layers, which stay as they are, do not count
 
 
 class Kept(Bounded):

@@ -179,6 +179,16 @@ def test_the_tokens_that_are_held_are_those_in_the_cache(folder, name):
         assert (middle == 0).all() if name == "window" else 0 < middle.sum()
 
 
+def test_layers_that_slide_do_not_count_as_holding_all(folder):
+    way, _, document, _ = made(folder, "window")
+    way.model = decoder("gemma3_text", vocab_size=len(load_tokenizer(folder / "model"))).eval()
+    with way.ready(), torch.inference_mode():
+        cache = way.asked(way.read(document), None)
+        assert len(cache.windows) < way.model.config.num_hidden_layers
+        held = way.held(cache, document)
+    assert held[0] == held[-1] == 1 and 0 < held.sum() < 2 * FEW and {*held.tolist()} == {0, 1}
+
+
 def test_the_search_finds_the_passage_with_the_rare_word(folder):
     way, prepared, document, prompter = made(folder, "bm25", passage=32)
     sentence = prepared["questions"][1]["answers"][0]
