@@ -78,9 +78,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def parts_of(options: Options) -> dict:
     """Of each length, parts of the text, none of which begins as another."""
-    from transformers import AutoTokenizer
+    from corpora.tokenization import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    tokenizer = load_tokenizer(options.tokenizer)
     ids = tokenizer(Path(options.text).read_text("utf-8"), verbose=False)["input_ids"]
     most = max(options.tokens)
     if len(ids) < 2 * most:

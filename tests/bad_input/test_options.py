@@ -12,6 +12,7 @@ from running import ROOT, load_recipe
 
 NEEDED = {
     "benchmark": ["--out", "x.json"],
+    "benchmark_serving": "--url x --model x --tokenizer x --text x --out x".split(),
     "compare_caches": ["--model", "x", "--out", "x", "--text", "x"],
     "evaluate_documents": ["--model", "x", "--data", "x", "--out", "x"],
     "evaluate_model": ["--model", "x"],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cases import examples
@@ -380,8 +380,10 @@ PIECES = st.text(st.sampled_from("abcé€😀 "), max_size=12)
 
 @examples(200)
 @given(text=PIECES, stops=st.lists(st.text(st.sampled_from("abcé€"), min_size=1, max_size=3)))
+@example(text="baa", stops=["a", "baa"])
+@example(text="abc", stops=["bc", "abc"])
 def test_text_comes_in_pieces_that_are_never_taken_back(byte_tokenizer, text, stops):
-    """Up to the first stop string, with characters of several tokens."""
+    """Up to the stop string that is whole first, with characters of several tokens."""
     tokens = byte_tokenizer(text)["input_ids"]
     answer, pieces = AnswerText(byte_tokenizer, stops), []
     for token in tokens:
@@ -390,8 +392,8 @@ def test_text_comes_in_pieces_that_are_never_taken_back(byte_tokenizer, text, st
             break
     said = "".join(pieces)
     pieces.append(answer.end())
-    places = [text.find(stop) for stop in stops if stop in text]
-    assert "".join(pieces) == (text[: min(places)] if places else text)
+    places = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    assert "".join(pieces) == (text[: min(places)[1]] if places else text)
     assert answer.stopped == (bool(places) and said == "".join(pieces))
 
 

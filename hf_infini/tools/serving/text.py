@@ -8,8 +8,9 @@ HALF = "\ufffd"  # what a tokenizer makes of a part of a character
 
 
 class AnswerText:
-    """Makes text of tokens as they come, up to the first of some stop strings, which is left out.
-    What [`AnswerText.add`] has given is never taken back.
+    """Makes text of tokens as they come, up to the stop string that is whole first, which is left
+    out; of those that end at the same place, the longest. What [`AnswerText.add`] has given is
+    never taken back.
 
     Args:
         tokenizer: by which the tokens are text; special ones are left out.
@@ -57,9 +58,13 @@ class AnswerText:
 
     def _certain(self) -> str:
         """Takes from what is held that which no stop string can begin in."""
-        places = [place for stop in self.stops if (place := self._held.find(stop)) >= 0]
-        if places:
-            self.stopped, certain, self._held = True, self._held[: min(places)], ""
+        found = [
+            (place + len(stop), place)
+            for stop in self.stops
+            if (place := self._held.find(stop)) >= 0
+        ]
+        if found:
+            self.stopped, certain, self._held = True, self._held[: min(found)[1]], ""
             return certain
         kept = max(
             (
