@@ -101,7 +101,7 @@ class Reader:
         self.model, self.archive = net, cache.archive is not None
         self.tokenizer, self.chunk, self.document = tokenizer, chunk, ""
         self._documents: list[str] = []  # with marks
-        self.document_ids: list[torch.Tensor] = []  # of an archive, of each document `[tokens]`
+        self.document_tokens: list[int] = []  # of each document of an archive
         self._begins: dict[str, int] = {}  # tokens before the documents, by what they are after
         # what the last answers recalled: of each the passages, the most relevant first
         self.passages: list[list[Passage]] = []
@@ -241,7 +241,7 @@ class Reader:
         if cache.archive is not None:
             [row] = cache.archive.rows()
             rows = sorted(row.documents, key=lambda each: each.number)
-            self.document_ids = [each.ids[self._begins[head] :] for each in rows]
+            self.document_tokens = [len(each.ids) - self._begins[head] for each in rows]
         self.document, self._documents = "\n\n".join(texts), marked
         self.texts[head + self._document] = cache
         return cache
@@ -336,7 +336,7 @@ class Reader:
         if cache.archive is not None:
             asked = ids if question is None else [self._encode(self._plain(question))]
             cache = cache.recall(asked, terms=self.terms)
-            documents = None if begin is None else (begin, [*map(len, self.document_ids)])
+            documents = None if begin is None else (begin, self.document_tokens)
             self.passages = [
                 [*passages_of(self.tokenizer, cache, row, documents)] for row in range(len(texts))
             ]

@@ -20,7 +20,7 @@ from hf_infini.tools.serving.api import Stream  # noqa: E402
 from hf_infini.tools.serving.prompts import Prompts  # noqa: E402
 from hf_infini.tools.serving.server import Settings  # noqa: E402
 from served import alone  # noqa: E402
-from serving import (  # noqa: E402  # noqa: E402
+from serving import (  # noqa: E402
     BODY,
     GREEDY,
     TEXT,

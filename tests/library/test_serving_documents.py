@@ -9,7 +9,7 @@ openai = pytest.importorskip("openai", reason="pip install '.[test]'")
 pytest.importorskip("prometheus_client", reason="pip install '.[serve]'")
 
 from hf_infini.tools.reader import Reader  # noqa: E402
-from serving import (  # noqa: E402  # noqa: E402
+from serving import (  # noqa: E402
     BODY,
     GREEDY,
     TEXT,
