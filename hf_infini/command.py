@@ -14,7 +14,7 @@ from huggingface_hub.constants import HF_HOME
 from transformers import TextStreamer
 
 from .cache.cache import InfiniCache
-from .models.loading import fingerprint, load_config
+from .models.loading import load_config
 from .options import context_limit
 from .tools import cache_folder
 from .tools.documents import files_in, read_document, read_documents
@@ -203,10 +203,8 @@ def ask(
         reader.rendered([{"role": role, "content": "?"} for role in roles])
     if not (apart and reader.reads_apart(texts)):
         texts = {whole: ", ".join(texts.values())}
-    parts = net.dtype, fingerprint(tokenizer), str(tokenizer.chat_template)
-    of_archive = ["archive"] if archive else []
-    keys = cache_folder.keys_of(net, ((*parts, text, *of_archive) for text in texts))
-    files = [memory or KEPT / "memories" / f"{key}.safetensors" for key in keys]
+    name = cache_folder.memory_names(net, tokenizer, archive)
+    files = [memory or KEPT / "memories" / name(text) for text in texts]
     known = sum(file.exists() for file in files)
     make = functools.partial(Reader, net, tokenizer, archive=archive)
     asked = Asked(make, [*texts], files, mend=memory is None)

@@ -5,12 +5,13 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ..models.loading import fingerprint
 from .outputs import replacing
 
 KINDS = {"memories": "memory", "scores": "score"}  # by the folder
@@ -36,11 +37,21 @@ def key_of(model: torch.nn.Module, *parts: object) -> str:
     """A name for what belongs to this `model`, wherever it was loaded from, and to these `parts`.
     Of each tensor some numbers count, in bfloat16: files say by all of them which model is
     theirs."""
-    return keys_of(model, [parts])[0]
+    return _key(_digest_of(model), parts)
 
 
-def keys_of(model: torch.nn.Module, each: Iterable[Iterable[object]]) -> list[str]:
-    """[`key_of`] of a `model` and `each` of these parts."""
+def memory_names(model: Any, tokenizer: Any, archive: bool) -> Callable[[str], str]:
+    """A function that names the memory file of a text, by the text and by all that reads it: the
+    weights of a `model` and their dtype, a `tokenizer` and its chat template, and whether there is
+    an `archive` beside it. Weights and vocabulary are gone through once."""
+    digest = _digest_of(model)
+    before = model.dtype, fingerprint(tokenizer), tokenizer.chat_template
+    behind = ["archive"] if archive else []
+    return lambda text: f"{_key(digest, (*before, text, *behind))}.safetensors"
+
+
+def _digest_of(model: torch.nn.Module) -> Any:
+    """Of a model's configuration and weights, as of [`key_of`]."""
     config: Any = model.config
     entries = {
         name: value
@@ -53,12 +64,13 @@ def keys_of(model: torch.nn.Module, each: Iterable[Iterable[object]]) -> list[st
         some = tensor.detach().flatten()[::step].to("cpu", torch.bfloat16).contiguous()
         digest.update(f"\0{name} {list(tensor.shape)}".encode())
         digest.update(some.view(torch.uint8).numpy())
-    keys = []
-    for parts in each:
-        own = digest.copy()
-        own.update("\0".join(["", *map(str, parts)]).encode())
-        keys.append(own.hexdigest()[:32])
-    return keys
+    return digest
+
+
+def _key(digest: Any, parts: Iterable[object]) -> str:
+    own = digest.copy()
+    own.update("\0".join(["", *map(str, parts)]).encode())
+    return own.hexdigest()[:32]
 
 
 def note(path: Path, **about) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ...cache.cache import InfiniCache
 from ...cache.files import MemoryFileError, describe_model
-from ...models.loading import fingerprint
 from .. import cache_folder
 from ..documents import read_document
 from ..outputs import replacing
@@ -96,8 +95,8 @@ class Library:
         kept_bytes: int = 2 * 10**9,
     ):
         self.folder, self.memories, self.engine, self.model = folder, memories, engine, model
-        self.tokenizer, template = tokenizer, str(tokenizer.chat_template)
-        self._key_parts = engine.loop.model.dtype, fingerprint(tokenizer), template
+        self.tokenizer = tokenizer
+        self._name = cache_folder.memory_names(engine.loop.model, tokenizer, engine.loop.archive)
         self._kept, self._lock = Prefixes(kept_bytes), threading.Lock()
         self._pool = ThreadPoolExecutor(1, "hf_infini documents")
         self._documents: dict[str, Document] = {}
@@ -185,12 +184,7 @@ class Library:
 
     def _file(self, document: Document) -> Path:
         """The memory file, by the content, as `ask` names it."""
-        parts = (
-            *self._key_parts,
-            document.text,
-            *(["archive"] if self.engine.loop.archive else []),
-        )
-        return self.memories / f"{cache_folder.key_of(self.engine.loop.model, *parts)}.safetensors"
+        return self.memories / self._name(document.text)
 
     def _is_here(self, document: Document) -> bool:
         return self._documents.get(document.id) is document
