@@ -79,6 +79,16 @@ class Options:
         choices=[*KEEP_SCORES],
     )
     chat: bool = option(True, "Use the model's chat template, where it has one.")
+    before: str = option(
+        "",
+        "Text in front of the document. {} in it is the question: then the document is read again "
+        "for each.",
+    )
+    asks: str | None = option(
+        None,
+        "Text behind the document; {} in it is the question. By default it also says, in the "
+        "language of the document, to answer from the text in a few words or in a paragraph.",
+    )
     ways: list[str] = option(
         ["plain", "window", "kept", "recall", "bm25"],
         "What is compared.",
@@ -153,12 +163,16 @@ def main(argv: list[str] | None = None) -> None:
                 "give the one that it was made from"
             )
         identity = {name: getattr(options, name) for name in IDENTITY}
+        # only where given: lines of earlier runs have no such names
+        said = {"before": options.before, "asks": options.asks}
+        identity |= {name: text for name, text in said.items() if text}
         given = (options.model, options.adapter, options.lora, options.embedder)
         read = [path for path in given if path and Path(path).exists()]
         identity |= {"dtype": str(model.dtype), "files": [state_of_files(path) for path in read]}
         lines = Lines(lines_file, identity)
-        drawn = draw(prepared, Prompter(tokenizer, options.chat), options)
-        measure(model, Prompter(tokenizer, options.chat), drawn, lines, options)
+        prompter = Prompter(tokenizer, options.chat, options.before, options.asks)
+        drawn = draw(prepared, prompter, options)
+        measure(model, prompter, drawn, lines, options)
         wanted = {(own["id"], number) for own, numbers in drawn for number in (*numbers, None)}
         labels = labelled(options)
         records = [
@@ -199,6 +213,8 @@ def check_options(options: Options) -> None:
         raise UserError(
             f"--against {options.against} must be one of --ways {' '.join(options.ways)}"
         )
+    if options.asks is not None and "{}" not in options.asks:
+        raise UserError(f"--asks {options.asks!r} needs {{}}, the place of the question")
     if options.embedder is None and any(name.startswith("embedding") for name in options.ways):
         raise UserError("embedding: give the --embedder, a model of sentence-transformers")
     tuned = [name for name in options.ways if name.endswith("+lora")]
@@ -307,25 +323,40 @@ def measure(model, prompter, drawn, lines, options: Options) -> None:
                             )
                             bar.update(len(open_ones))
                             continue
-                    started = time.perf_counter()
-                    reading = way.read(document)
-                    seconds = round(time.perf_counter() - started, 3)
                     record = {"way": name, "tokens_held": size}
                     record |= {"set": prepared["set"], "document": prepared["id"]}
-                    if (*key, None) not in done:
-                        read = {"question": None, "seconds": seconds, "tokens": len(document.ids)}
-                        lines.add({**record, **read})
-                    for number in open_ones:
+                    for number, document, reading, read in readings(
+                        way, prompter, prepared, open_ones or numbers[:1]
+                    ):
+                        if (*key, None) not in done:  # of the first reading
+                            lines.add({**record, "question": None, **read})
+                            done.add((*key, None))
+                        if number not in open_ones:
+                            continue
                         entry = prepared["questions"][number]
                         found = ask(way, reading, document, entry, prompter, options.generate)
                         lines.add({**record, "question": number, "kind": entry["kind"], **found})
                         bar.update()
 
 
+def readings(way, prompter, prepared: dict, numbers: list[int]):
+    """For the questions with these numbers the document, what the way knows of it, and `seconds`
+    and `tokens` of reading it: once, or for each question where that is in front of the text."""
+    document, reading, read = None, None, {}
+    for number in numbers:
+        if document is None or prompter.question_first:
+            document = prompter.document(prepared, prepared["questions"][number])
+            started = time.perf_counter()
+            reading = way.read(document)
+            seconds = round(time.perf_counter() - started, 3)
+            read = {"seconds": seconds, "tokens": len(document.ids)}
+        yield number, document, reading, read
+
+
 def longest(prompter, document, prepared: dict, generate: int) -> int:
-    """The tokens of a document with its longest question and answer."""
+    """The tokens of a document with its longest question, which may come first, too, and answer."""
     return len(document.ids) + max(
-        len(prompter.question(asked, document.language).ids)
+        len(prompter.question(asked, document.language).ids) * (1 + prompter.question_first)
         + max(
             generate, *(len(prompter.answer(text)) for text in asked["options"] + asked["answers"])
         )

@@ -9,6 +9,8 @@ from torch import Tensor
 from cli import UserError, one_line
 from hf_infini.tools.reader import plain_template, term_numbers
 
+# The place of the question
+BLANK = "{}"
 ASKED = {
     "en": {
         "short": "Question: {} Answer in a few words, from the text.",
@@ -70,12 +72,16 @@ class Prompter:
     Args:
         tokenizer: its fast tokenizer.
         chat: whether its chat template is used, where it has one.
+        before: what is in front of the document; `{}` in it is the question.
+        asks: what is behind it; `{}` is the question. `None`: [`ASKED`], in the language of
+            the document.
     """
 
-    def __init__(self, tokenizer, chat: bool):
+    def __init__(self, tokenizer, chat: bool, before: str = "", asks: str | None = None):
         if not tokenizer.is_fast:
             raise UserError("--model: its tokenizer is not fast, and cannot say where tokens are")
         self.tokenizer, self.chat = tokenizer, chat and bool(tokenizer.chat_template)
+        self.begin, self.asks = f"{before}\n\n" if before else "", asks
         self.terms = term_numbers(tokenizer)
         text, asked = uuid.uuid4().hex, uuid.uuid4().hex
         how = {} if self.chat else {"chat_template": plain_template(tokenizer)}
@@ -93,9 +99,16 @@ class Prompter:
         if not found or not asks:
             raise UserError("--model: its chat template changes what is said; give --chat false")
 
-    def document(self, prepared: dict) -> Document:
-        """The document of a prepared line. What in it spells a special token is plain text."""
-        head = self._encode(self.head)
+    @property
+    def question_first(self) -> bool:
+        """Whether the question is in front of the document, so that each has a reading."""
+        return BLANK in self.begin
+
+    def document(self, prepared: dict, entry: dict | None = None) -> Document:
+        """The document of a prepared line, behind the question of this `entry` of it where that
+        comes first. What in the text spells a special token is plain text."""
+        begin = self.begin.replace(BLANK, _sentence(entry) if entry else "")
+        head = self._encode(self.head + begin)
         found = self.tokenizer(
             prepared["text"],
             add_special_tokens=False,
@@ -109,9 +122,8 @@ class Prompter:
 
     def question(self, prepared: dict, language: str) -> Question:
         """The question of a prepared line's entry."""
-        asked = prepared["question"].strip()
-        asked += "" if asked[-1] in ".?!:”\"'" else "?"
-        text = ASKED[language][prepared["kind"]].format(asked)
+        asks = self.asks or ASKED[language][prepared["kind"]]
+        text = asks.replace(BLANK, _sentence(prepared))
         texts = self.before + text + self.after, prepared["question"]
         ids, words = (torch.tensor(self._encode(each), dtype=torch.long) for each in texts)
         return Question(prepared["question"], ids, words, self.terms)
@@ -123,3 +135,9 @@ class Prompter:
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _sentence(prepared: dict) -> str:
+    """The question of a prepared line's entry, with a mark at its end."""
+    asked = prepared["question"].strip()
+    return asked if asked[-1] in ".?!:”\"'" else f"{asked}?"

@@ -135,6 +135,46 @@ def test_nats_and_choices_are_those_of_the_whole_prompt(folder, whole):
     assert kinds == {"short", "choice", "summary"}
 
 
+@pytest.mark.parametrize(
+    "before, asks", [("Read this.", None), ("You are asked {} of a text. {}", "Now: {} Say ({}).")]
+)
+def test_what_is_said_before_and_behind_a_document(folder, tmp_path, before, asks):
+    """Ways that hold everything give the nats of the whole prompt, wherever the question is."""
+    given = ["--ways", *OWN, "--tokens", ALL, "--sets", "contracts", "--documents", 1]
+    given += ["--before", before, *(["--asks", asks] if asks else [])]
+    lines = evaluated(folder, tmp_path / "said", *given)
+    model = load_causal_lm(folder / "model", dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(folder / "model", model)
+    documents = {line["id"]: line for line in lines_of(folder / "data", "contracts")}
+    asked = [line for line in lines if line["question"] is not None]
+    for line in asked:
+        document = documents[line["document"]]
+        entry, text = document["questions"][line["question"]], document["text"]
+        question = entry["question"] + ("" if entry["question"][-1] in "?." else "?")
+        behind = asks or prompts.ASKED["en"][entry["kind"]]
+        parts = before.replace("{}", question), text, behind.replace("{}", question)
+        prompt = "<user>\n{}\n\n{}\n\n{}\n<assistant>\n".format(*parts)
+        right = entry["answers"][0]
+        ids = tokenizer(prompt + right, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            logits = model(ids).logits[0, -len(right) - 1 : -1].double()
+        wanted = F.cross_entropy(logits, ids[0, -len(right) :], reduction="sum").item()
+        assert line["nats"] == pytest.approx(wanted, rel=1e-4)
+    assert {line["way"] for line in asked} == {*OWN}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_readings_are_made_again_only_where_the_question_comes_first(folder, name):
+    way, prepared, _, prompter = made(folder, name)
+    every = [*range(len(prepared["questions"]))]
+    first = prompts.Prompter(prompter.tokenizer, True, before="{}")
+    with way.ready(), torch.inference_mode():
+        for asking, readings in ((prompter, 1), (first, len(every))):
+            made_of = [*recipe.readings(way, asking, prepared, every)]
+            assert [number for number, *_ in made_of] == every
+            assert len({id(reading) for _, _, reading, _ in made_of}) == readings
+
+
 def lines_of(folder, name: str) -> list[dict]:
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
@@ -498,7 +538,8 @@ def test_more_ways_and_questions_are_added_and_other_options_are_not(folder, tmp
     more = evaluated(folder, out, "--tokens", FEW, "--ways", "plain", "bm25")
     assert more[: len(first)] == first and len(by_way(more)["bm25"]) == len(by_way(more)["plain"])
     before = out.with_suffix(".jsonl").read_bytes()
-    for option, value in (("--window", 32), ("--chat", "false"), ("--generate", 3)):
+    other = [("--window", 32), ("--chat", "false"), ("--generate", 3), ("--before", "x")]
+    for option, value in (*other, ("--asks", "{}")):
         words = words_for(folder, out, *small, "--ways", "plain", option, value)
         refused(recipe.main, words, capsys, "was measured with another", option[2:], "--out")
     assert out.with_suffix(".jsonl").read_bytes() == before
@@ -557,6 +598,7 @@ def test_bad_options_and_folders(folder, tmp_path, capsys):
             (["--ways", "plain", "embedding"], "give the --embedder"),
             (["--ways", "plain", "embedding", "--embedder", tmp_path], "cannot load it"),
             (["--ways", "plain", "plain+lora"], "this adapter has no LoRA"),
+            (["--ways", "plain", "--asks", "Why?"], "--asks 'Why?' needs {}"),
             (
                 ["--ways", "plain", "recall+lora", "--lora", tmp_path / "none"],
                 "--lora: there is no folder",
