@@ -126,12 +126,25 @@ def one_segment(tokens: int) -> contextlib.AbstractContextManager[None]:
 SINKS, LONGEST_WINDOW, SHORT_SEGMENT = 4, 256, 64  # tokens; see `options_of_cache`
 
 
+def recalling_window(
+    cache_tokens: int, window: int = LONGEST_WINDOW, segments: int = 2
+) -> tuple[int, int]:
+    """The length of a segment, and how many a window has, where the latest tokens are kept until a
+    question recalls others: at most an eighth of `cache_tokens`, so that more can be recalled, in
+    segments of at least 64 tokens, as shorter ones are slower to read. `window`, `segments`: at
+    most."""
+    window = min(window, max(cache_tokens // 8, 4 * SINKS))
+    segments = max(1, min(segments, window // SHORT_SEGMENT))
+    return window // segments, segments
+
+
 def options_of_cache(cache_tokens: int, **options) -> dict[str, Any]:
     """The options of a pretrained model whose cache holds so many tokens a head.
 
     Four first tokens stay (sinks). Where attention decides what is kept, the window has half of the
-    rest in short segments; with other scores up to 256 tokens. All others are kept tokens. There is
-    no memory, unless an `update_rule` is given.
+    rest in short segments; with other scores up to 256 tokens. Where the latest tokens are kept,
+    until a question recalls others, it has an eighth, so that more can be recalled. All others are
+    kept tokens. There is no memory, unless an `update_rule` is given.
 
     Args:
         cache_tokens: sinks, window and kept tokens together, on average over the layers.
@@ -149,12 +162,14 @@ def options_of_cache(cache_tokens: int, **options) -> dict[str, Any]:
             f"cache_tokens and {' and '.join(twice)}",
         )
     )
-    window, segment = min(cache_tokens // 2, LONGEST_WINDOW), LONGEST_WINDOW
-    if options.get("keep_score", "attention") == "attention":
-        window, segment = cache_tokens // 2, SHORT_SEGMENT
-    segment = min(segment, window // 2)
+    score, window = options.get("keep_score", "attention"), cache_tokens // 2
+    if score != "attention":
+        window = min(window, LONGEST_WINDOW)
+    segment = min(SHORT_SEGMENT if score == "attention" else LONGEST_WINDOW, window // 2)
     segments = window // segment
-    if options.get("keep_score") == "recent":  # a text that fits is all seen, as by a plain model
+    if score == "recent":
+        segment, segments = recalling_window(cache_tokens)
+    if score == "recent":  # a text that fits is all seen, as by a plain model
         options = {"mask_special_tokens": False, **options}
     return {
         "update_rule": "none",

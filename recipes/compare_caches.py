@@ -87,7 +87,9 @@ class Options(EvaluationOptions):
         [512], "Tokens in the cache of each key/value head, one after the other.", at_least=16
     )
     window: int = option(
-        256, "Tokens of the window beside kept tokens, at most half of the cache.", at_least=1
+        256,
+        "Tokens of the window beside kept tokens, at most half of the cache; of recall an eighth.",
+        at_least=1,
     )
     segments: int = option(
         2, "Segments of it: with more a query sees more, and reading is slower.", at_least=1

@@ -107,7 +107,9 @@ class Options:
         at_least=64,
     )
     window: int = option(
-        256, "Tokens of the window beside kept tokens; at most half of the cache.", at_least=1
+        256,
+        "Tokens of the window beside kept tokens, at most half of the cache; of recall an eighth.",
+        at_least=1,
     )
     segments: int = option(2, "Segments of that window.", at_least=1)
     passage: int | None = option(

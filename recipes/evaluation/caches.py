@@ -15,7 +15,7 @@ from hf_infini.models.adapter import read_adapter, read_record, restore_adapter
 from hf_infini.models.loading import with_finite_weights
 from hf_infini.models.structure import decoder_of
 from hf_infini.ops.keeping import SCORES
-from hf_infini.options import KEEP_SCORES, key_heads
+from hf_infini.options import KEEP_SCORES, key_heads, recalling_window
 from recall import ruler, tasks
 from support.markdown import markdown_table
 from support.rows import RowReader
@@ -36,16 +36,19 @@ def memory_options(way: str, cache: int, window: int = WINDOW, segments: int = S
     """Options of [`hf_infini.patch_model`] with which each key/value head holds `cache` tokens.
 
     A window moves by whole segments, and with shorter ones a query sees more of it. That beside
-    kept tokens has so many `segments`, and `window` tokens, at most half of the cache. That of the
-    way "window", which has nothing else, has segments of at most [`LONGEST_SEGMENT`].
+    kept tokens has so many `segments`, and `window` tokens, at most half of the cache; beside those
+    that are recalled, see [`recalling_window`]. That of the way "window", which has nothing else,
+    has segments of at most [`LONGEST_SEGMENT`].
     """
     options, room = {"sink_tokens": SINKS, "update_rule": "none"}, cache - SINKS
     if way == "window":
         return options | window_of(room, SINKS + 1, LONGEST_SEGMENT)
+    score = {"random": "learned", RECALL: "recent"}.get(way, way)
     length = min(window, cache // 2) // segments
-    options |= {"segment_length": length, "local_segments": segments - 1}
-    options |= {"kept_tokens": room - segments * length}
-    return options | {"keep_score": {"random": "learned", RECALL: "recent"}.get(way, way)}
+    if score == "recent":
+        length, segments = recalling_window(cache, window, segments)
+    options |= {"segment_length": length, "local_segments": segments - 1, "keep_score": score}
+    return options | {"kept_tokens": room - segments * length}
 
 
 def window_of(tokens: int, shortest: int, longest: int) -> dict:

@@ -35,11 +35,13 @@ def test_the_sizes_are_those_of_a_cache_of_so_many_tokens(tokens, score):
 
 
 def test_the_sizes_of_the_pages():
-    """512 and 2,048 tokens by a learned score, and 1,024 by attention, as they were measured."""
+    """Those that were measured."""
     for tokens, score, sizes in (
         (512, "learned", (128, 1, 4, 252)),
         (2048, "learned", (128, 1, 4, 1788)),
         (1024, "attention", (64, 7, 4, 508)),
+        (512, "recent", (64, 0, 4, 444)),
+        (2048, "recent", (128, 1, 4, 1788)),
     ):
         options = options_of_cache(tokens, keep_score=score)
         assert tuple(options[name] for name in Window._fields) == sizes
