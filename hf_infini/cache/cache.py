@@ -130,6 +130,7 @@ class InfiniCache(Cache):
     in_step = False  # whether a compiled step has begun and not ended
 
     def __init__(self, config: PreTrainedConfig, *, archive: bool | str = False):
+        form = None if archive is False else form_of(archive)
         bounded = set(getattr(config, "infini_layers", ()))
         if not bounded:
             raise ValueError(
@@ -149,7 +150,7 @@ class InfiniCache(Cache):
         )
         self._config, self.windows = config, config.windows
         self.text: dict[str, Tensor] = {}
-        self.archive = Archive(form=form_of(archive)) if archive else None
+        self.archive = Archive(form=form) if archive else None
         # the model that filled it, while it is there, and what its weights were
         self._model: Callable[[], nn.Module | None] = _nothing
         self._sample: Sample = {}

@@ -29,7 +29,7 @@ WINDOW |= {"update_rule": "none", "keep_score": "recent", "mask_special_tokens":
 
 
 def patched(family: str = "llama", **options):
-    layers = {"num_hidden_layers": 2} if family == "llama" else {}  # of the other all but one slide
+    layers = {"num_hidden_layers": 2} if family == "llama" else {}  # of the other half slide
     plain = decoder(family, max_position_embeddings=4096, **layers)
     return patch_model(plain, **WINDOW | options).eval()
 
@@ -214,11 +214,9 @@ def test_the_two_kinds_are_not_mixed():
 @pytest.mark.parametrize("archive", ["int4", "8", "", 8, None])
 def test_other_kinds_are_refused(archive):
     config = patched().config
-    if archive:
-        with pytest.raises(
-            ValueError, match=f"must be True .*'int8'.* or False .*; got {archive!r}"
-        ):
-            InfiniCache(config, archive=archive)
+    said = f"archive must be True .*'int8'.* or False .*; got {archive!r}"
+    with pytest.raises(ValueError, match=said):
+        InfiniCache(config, archive=archive)
     for function in (archive_bytes, estimate):
         with pytest.raises((ValueError, TypeError), match=f"archive .*must be.*; got {archive!r}"):
             function(config, 5, archive=archive)
