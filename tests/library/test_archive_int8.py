@@ -2,6 +2,7 @@
 text was read, and that the two kinds are not taken for each other."""
 
 import random
+import warnings
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from hf_infini.tools.reader import Reader
 from running import sample_text
 
 KINDS = (True, "int8")
+ENDS = ("", ".archive")  # of the names of files
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WINDOW = {"segment_length": 16, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 24}
 WINDOW |= {"update_rule": "none", "keep_score": "recent", "mask_special_tokens": False}
@@ -288,6 +290,35 @@ def test_a_reader_takes_no_file_of_the_other_kind(written, asked, part, model, t
         assert before.items() <= {path: path.read_bytes() for path in tmp_path.iterdir()}.items()
     loaded = InfiniCache.from_pretrained(file, model)  # as it is
     assert reader(True, cache=loaded).archive == loaded.archived == (asked if part else written)
+
+
+def test_what_was_read_goes_on_after_a_stop(model, tokenizer, tmp_path, monkeypatch):
+    """Into the same bytes as without one, and so does what is read from the finished file."""
+    document, read_piece, left = sample_text()[:3000], Reader._read_piece, 3
+    for name in ("straight", "stopped"):
+        reader = Reader(model, tokenizer, archive="int8", chunk=170)
+        if name == "stopped":
+
+            def stops(*args):
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise KeyboardInterrupt
+                read_piece(*args)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Reader, "_read_piece", stops)
+                with pytest.raises(KeyboardInterrupt):
+                    reader.read(document, file=tmp_path / name, progress=False)
+            reader = Reader(model, tokenizer, archive="int8", chunk=170)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it does not begin again
+            reader.read(document, file=tmp_path / name, progress=False)
+    pairs = ((tmp_path / f"{name}{end}" for name in ("straight", "stopped")) for end in ENDS)
+    assert all(next(pair).read_bytes() == next(pair).read_bytes() for pair in pairs)
+    found = InfiniCache.from_pretrained(tmp_path / "stopped", model)
+    more = Reader(model, tokenizer, cache=found).read(" And then?", progress=False)
+    assert more.archived == "int8" and more.archive.rows()[0].tokens > found.get_seq_length()
 
 
 def test_a_form_that_is_not_known_is_refused(tmp_path, monkeypatch):

@@ -40,19 +40,17 @@ def other_tokenizer():
     return turned
 
 
-@pytest.fixture(scope="module", params=["memory", True, "int8"])
+@pytest.fixture(scope="module", params=["memory", "archive"])
 def model(tokenizer, request):
     """Whose readers keep an archive beside the file, where it has places for what is recalled."""
     options = {"position_encoding": "segment", "memory_conv": 3}
-    if request.param != "memory":
+    if request.param == "archive":
         options |= {"update_rule": "none", "keep_score": "recent", "kept_tokens": 20}
-    made = infini_gpt2(vocab_size=len(tokenizer), **options).eval()
-    made.archive = request.param if request.param != "memory" else False  # of its readers
-    return made
+    return infini_gpt2(vocab_size=len(tokenizer), **options).eval()
 
 
 def make_reader(model, tokenizer, **options) -> Reader:
-    return Reader(model, tokenizer, chunk=CHUNK, archive=model.archive, **options)
+    return Reader(model, tokenizer, chunk=CHUNK, archive=model.config.kept_tokens > 0, **options)
 
 
 def after(model, tokenizer, text: str, **options) -> dict[str, torch.Tensor]:
