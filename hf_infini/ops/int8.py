@@ -20,8 +20,8 @@ def to_int8(vectors: Tensor) -> Tensor:
     wide = vectors.to(torch.float32)
     largest = wide.abs().amax(-1, keepdim=True)  # NaN, where one of them is
     step = (largest / LARGEST).clamp(min=SMALLEST_STEP)
-    step = torch.where(largest.isfinite(), step, torch.nan)
-    # not by 1 / step, which is rounded as well; of NaN no whole number is known
+    # by 1 / step it would be rounded twice. What is left of an infinite or NaN step is 0 · step,
+    # NaN again; as a whole number, NaN is another on every machine
     whole = (wide / step).nan_to_num_(0).round_().to(torch.int8)
     return torch.cat([whole.view(torch.uint8), step.contiguous().view(torch.uint8)], -1)
 
