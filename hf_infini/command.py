@@ -87,6 +87,14 @@ Archived = Annotated[
         "for. Without: what the cache did not keep is gone. [default: archive]",
     ),
 ]
+ArchivedInt8 = Annotated[
+    bool,
+    typer.Option(
+        "--archive-int8",
+        help="An archive in 8 bits: about half the bytes of a 16-bit model's; what is recalled is "
+        "rounded.",
+    ),
+]
 HOW_WARM = f"From {COLDEST} to {HOTTEST:g} tokens are drawn; 0: the likeliest."
 Temperature = Annotated[
     float,
@@ -168,6 +176,7 @@ def ask(
         bool, typer.Option(help="Show the passages that each answer looked at first.")
     ] = False,
     archive: Archived = None,
+    archive_int8: ArchivedInt8 = False,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
@@ -184,29 +193,28 @@ def ask(
     documents = files_in(documents)
     if memory is not None:
         check_output("--memory", memory, *documents)
-    bits = _bits(load_in_4bit, load_in_8bit)
+    bits, archived = _bits(load_in_4bit, load_in_8bit), _archive(archive, archive_int8)
     texts = _texts_of(documents)
     apart = len(texts) > 1 and memory is None
     whole = "\n\n".join(texts)
-    net, tokenizer, archive = _load(
-        model, adapter, kept_tokens, device, dtype, whole, archive, memory, several=apart, bits=bits
-    )
-    if sources and not archive:
+    how = adapter, kept_tokens, device, dtype, whole, archived, memory
+    net, tokenizer, archived = _load(model, *how, several=apart, bits=bits)
+    if sources and not archived:
         raise ValueError(
             "--sources shows what a question recalls from an archive, and there is none: leave "
             "out --sources, or --no-archive."
         )
     tokenizer.chat_template = tokenizer.chat_template if chat_template else None
-    reader = Reader(net, tokenizer, archive=archive)
+    reader = Reader(net, tokenizer, archive=archived)
     roles = ("user", "assistant", "user")
     with while_("applying the chat template of", model, "--no-chat-template asks without it."):
         reader.rendered([{"role": role, "content": "?"} for role in roles])
     if not (apart and reader.reads_apart(texts)):
         texts = {whole: ", ".join(texts.values())}
-    name = cache_folder.memory_names(net, tokenizer, archive)
+    name = cache_folder.memory_names(net, tokenizer, archived)
     files = [memory or KEPT / "memories" / name(text) for text in texts]
     known = sum(file.exists() for file in files)
-    make = functools.partial(Reader, net, tokenizer, archive=archive)
+    make = functools.partial(Reader, net, tokenizer, archive=archived)
     asked = Asked(make, [*texts], files, mend=memory is None)
     cache = asked.read()
     for file, names in zip(files, texts.values(), strict=True) if memory is None else ():
@@ -251,6 +259,7 @@ def read(
         ),
     ],
     archive: Archived = None,
+    archive_int8: ArchivedInt8 = False,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
@@ -260,10 +269,11 @@ def read(
 ) -> None:
     """Reads documents once, and writes a memory file for `continue`, and its archive."""
     check_output("--out", out, *files_in(documents))
-    bits, text = _bits(load_in_4bit, load_in_8bit), _text_of(documents)
-    ready = _load(model, adapter, kept_tokens, device, dtype, text, archive, out, bits=bits)
-    net, tokenizer, archive = ready
-    reader = Reader(net, tokenizer, archive=archive)
+    bits, archived = _bits(load_in_4bit, load_in_8bit), _archive(archive, archive_int8)
+    text = _text_of(documents)
+    ready = _load(model, adapter, kept_tokens, device, dtype, text, archived, out, bits=bits)
+    net, tokenizer, archived = ready
+    reader = Reader(net, tokenizer, archive=archived)
     reading = functools.partial(reader.read, text, file=out, split_special_tokens=True)
     cache = read_through(reading, out)
     plain = estimate_cache(net.config, cache.get_seq_length()).plain
@@ -376,12 +386,13 @@ def estimate(
             help=f"Tokens that a head keeps on average. [default: {KEPT_TOKENS}, or the model's]",
         ),
     ] = None,
+    archive_int8: ArchivedInt8 = False,
 ) -> None:
     """Megabytes of a cache, with all tokens and of constant size, and of an archive on the disk.
     Only the model's configuration is needed."""
     with while_("reading the configuration of", model, lambda: what_helps(model)):
         config = load_config(model)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"archive": _archive(True, archive_int8)}
     if not has_memory(model, config, None, kept_tokens):
         options |= WINDOW | {"kept_tokens": kept_tokens or KEPT_TOKENS}
         options["update_rule"] = "none"
@@ -483,6 +494,7 @@ def demo(
         int, typer.Option(min=1, max=65535, help="Port of the page, which only this machine sees.")
     ] = 7860,
     archive: Archived = None,
+    archive_int8: ArchivedInt8 = False,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
@@ -494,11 +506,11 @@ def demo(
     and the passages that an answer looked at."""
     from .tools.demo import Demo
 
-    bits = _bits(load_in_4bit, load_in_8bit)
-    ready = _load(model, adapter, kept_tokens, device, dtype, archive=archive, bits=bits)
-    net, tokenizer, archive = ready
+    bits, archived = _bits(load_in_4bit, load_in_8bit), _archive(archive, archive_int8)
+    ready = _load(model, adapter, kept_tokens, device, dtype, archive=archived, bits=bits)
+    net, tokenizer, archived = ready
     with while_("serving the page on", f"--port {port}", kept="the page is closed"):
-        Demo(net, tokenizer, archive=archive).page().launch(server_port=port)
+        Demo(net, tokenizer, archive=archived).page().launch(server_port=port)
 
 
 @app.command()
@@ -519,6 +531,7 @@ def serve(
     timeout: serving.Timeout = 600,
     grace: serving.Grace = 30,
     archive: Archived = None,
+    archive_int8: ArchivedInt8 = False,
     adapter: Adapter = None,
     kept_tokens: KeptTokens = None,
     device: Device = "auto",
@@ -551,11 +564,11 @@ def serve(
         grace=grace,
     )
     settings.key_to_ask_for()  # now, and not when the model is there
-    bits = _bits(load_in_4bit, load_in_8bit)
-    ready = _load(model, adapter, kept_tokens, device, dtype, archive=archive, bits=bits)
-    net, tokenizer, archive = ready
+    bits, archived = _bits(load_in_4bit, load_in_8bit), _archive(archive, archive_int8)
+    ready = _load(model, adapter, kept_tokens, device, dtype, archive=archived, bits=bits)
+    net, tokenizer, archived = ready
     with while_("serving on", f"--host {host} --port {port}", kept="documents are kept"):
-        serve(net, tokenizer, archive, settings, say)
+        serve(net, tokenizer, archived, settings, say)
 
 
 @app.command(name="cache")
@@ -616,6 +629,13 @@ def _texts_of(documents: list[Path]) -> dict[str, str]:
 def _load(model: str, adapter, kept_tokens, device: str, dtype: str, *what, **else_):
     """[`load_ready`], with the fitted scores of the cache folder."""
     return load_ready(model, adapter, kept_tokens, device, dtype, KEPT / "scores", *what, **else_)
+
+
+def _archive(archive: bool | None, archive_int8: bool) -> bool | str | None:
+    """How the command was asked to archive what is read; ValueError for two ways."""
+    if archive_int8 and archive is False:
+        raise ValueError("give one of --no-archive and --archive-int8, not both.")
+    return "int8" if archive_int8 else archive
 
 
 def _bits(load_in_4bit: bool, load_in_8bit: bool) -> int | None:

@@ -13,8 +13,8 @@ Parts:
     model      training steps, beside the same model with its own attention
     decoding   cache bytes and seconds of a new token of each row after long contexts, likewise; on
                a GPU compiled and not
-    recall     reading with an archive and without; and a recall from archives of several lengths
-               (one text of 2,048 tokens, many times), beside a short answer
+    recall     reading with an archive, in 8 bits or not, and without; and a recall from archives of
+               several lengths (one text of 2,048 tokens, many times), beside a short answer
 
 Contestants take turns in one process, in a new random order every round (models in training one
 after the other, for the sake of memory); figures are medians of the rounds with the extremes, and

@@ -12,6 +12,7 @@ window      sinks, and a window of all other tokens, --tokens together;
 kept        sinks, a window and kept tokens, by the scores of --adapter or by --keep_score;
 recall      sinks, a window and the latest tokens, in whose places each question puts what it
             recalls from an archive of all tokens;
+recall-int8 the same from an archive in 8 bits;
 bm25        no cache: the passages that BM25 finds for the question, as many as make --tokens with
             it, are read again by the plain model;
 embedding   the same with the passages nearest by the embeddings of --embedder
@@ -48,7 +49,8 @@ from cli.names import check_name
 from prepare_documents import MANIFEST
 
 PRESSES = ("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention")
-WAYS = ("plain", "window", "kept", "recall", "bm25", "embedding", "quantized", *PRESSES)
+WAYS = ("plain", "window", "kept", "recall", "recall-int8", "bm25", "embedding", "quantized")
+WAYS += PRESSES
 WAYS += tuple(f"{name}+lora" for name in WAYS)
 # What a result depends on; the other options choose which results there are
 IDENTITY = ("model", "adapter", "keep_score", "window", "segments", "passage", "bits", "chat")

@@ -3,8 +3,8 @@ them before a question recalls some of them ([`InfiniCache.recall`]).
 
 What was read of a document is in *blocks* of 64 tokens, by their numbers: the bytes of one token
 after the other, of each its keys and values in one layer after the other, un-rotated, as the model
-computed them. The blocks are in host memory, or in a file ([`BlockFile`]), of which only those that
-are recalled are read.
+computed them, or rounded to 8 bits. The blocks are in host memory, or in a file ([`BlockFile`]), of
+which only those that are recalled are read.
 """
 
 import bisect
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..ops.int8 import STEP_BYTES, from_int8, to_int8
 from ..ops.recall import (
     BLOCK_TOKENS,
     block_relevance,
@@ -36,6 +37,17 @@ PENDING_TOKENS = 256
 FIRST_OF_OTHERS = 2**40
 
 
+def form_of(archive: bool | str) -> str | None:
+    """In what form an `archive`, as it is asked for, has keys and values: "int8", or `None`, as the
+    model computes them. ValueError for a form that there is not."""
+    if archive not in (True, False, "int8"):
+        raise ValueError(
+            "archive must be True (keys and values as the model computes them), 'int8' (rounded to "
+            f"8 bits) or False (none); got {archive!r}."
+        )
+    return archive if isinstance(archive, str) else None
+
+
 class Part(NamedTuple):
     """Keys or values of one layer in a block, of which each token has `[kv_heads, width]`."""
 
@@ -43,11 +55,31 @@ class Part(NamedTuple):
     heads: int
     width: int
     dtype: torch.dtype
+    form: str | None = None  # as of [`form_of`]
 
     @property
     def bytes(self) -> int:
         """Of one token."""
-        return self.heads * self.width * self.dtype.itemsize
+        if self.form is None:
+            return self.heads * self.width * self.dtype.itemsize
+        return self.heads * (self.width + STEP_BYTES)
+
+    def packed(self, states: Tensor) -> Tensor:
+        """The bytes of keys or values, `[batch, tokens, bytes]`; `states`: `[batch, kv_heads,
+        tokens, width]`."""
+        of_tokens = states.transpose(1, 2).contiguous()
+        packed = of_tokens.view(torch.uint8) if self.form is None else to_int8(of_tokens)
+        return packed.flatten(2)
+
+    def unpacked(self, packed: Tensor) -> Tensor:
+        """Keys or values, `[kv_heads, tokens, width]`, whose bytes are `packed`, `[tokens,
+        bytes]`."""
+        bytes_ = packed.unflatten(1, (self.heads, -1)).contiguous()
+        states = bytes_.view(self.dtype) if self.form is None else from_int8(bytes_, self.dtype)
+        return states.transpose(0, 1)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{f', rounded to {self.form}' if self.form else ''}"
 
 
 Block = Tensor | Stored  # of the bytes `[block_bytes]`, or where they are
@@ -157,15 +189,7 @@ class Row(NamedTuple):
         """Keys and values of a layer, `[kv_heads, tokens, width]`, in what [`Row.found`] gave, of
         all or of those that are `chosen` by their index. `found`: `[tokens, bytes]`."""
         pairs = zip(self.parts, found.split([part.bytes for part in self.parts], 1), strict=True)
-        return [
-            own[chosen]
-            .contiguous()
-            .view(part.dtype)
-            .view(-1, part.heads, part.width)
-            .transpose(0, 1)
-            for part, own in pairs
-            if part.layer == layer
-        ]
+        return [part.unpacked(own[chosen]) for part, own in pairs if part.layer == layer]
 
 
 class Call(NamedTuple):
@@ -190,15 +214,14 @@ class Call(NamedTuple):
         }
         return Call(ids, real, eligible, every[-1].seen, layers)
 
-    def rows(self) -> list[Row]:
-        """The tokens of each row, without padding, in host memory."""
+    def rows(self, form: str | None) -> list[Row]:
+        """The tokens of each row, without padding, in host memory, in a `form` as of
+        [`form_of`]."""
         states = [(number, side) for number, pair in self.layers.items() for side in pair]
         parts = tuple(
-            Part(number, side.shape[1], side.shape[3], side.dtype) for number, side in states
+            Part(number, side.shape[1], side.shape[3], side.dtype, form) for number, side in states
         )
-        flat = [
-            side.transpose(1, 2).flatten(2).contiguous().view(torch.uint8) for _, side in states
-        ]
+        flat = [part.packed(side) for part, (_, side) in zip(parts, states, strict=True)]
         device = flat[0].device  # layers may be on several
         bytes_ = torch.cat([part.to(device) for part in flat], 2).to("cpu")
         ids, real, eligible = (part.to("cpu") for part in (self.ids, self.real, self.eligible))
@@ -219,18 +242,24 @@ class Archive:
         rows: what has been read; none before the first call.
         file: where the blocks of the one row go; `None`: they stay in host memory.
         calls: that are not in the rows yet.
+        form: as of [`form_of`], of what is read where there are no rows before it.
     """
 
     def __init__(
-        self, rows: Sequence[Row] = (), file: Path | None = None, calls: tuple[Call, ...] = ()
+        self,
+        rows: Sequence[Row] = (),
+        file: Path | None = None,
+        calls: tuple[Call, ...] = (),
+        form: str | None = None,
     ):
         self._rows, self._calls, self.file = tuple(rows), calls, file
+        self.form = rows[0].parts[0].form if rows else form
 
     def rows(self) -> tuple[Row, ...]:
         """The rows, with all that was read."""
         if self._calls:
             seen = self._calls[-1].seen.tolist()
-            read = self._calls[0].and_then(*self._calls[1:]).rows()
+            read = self._calls[0].and_then(*self._calls[1:]).rows(self.form)
             before = self._rows or (None,) * len(read)
             triples = zip(before, read, seen, strict=True)
             self._rows = tuple(self._after(*triple) for triple in triples)
@@ -249,8 +278,8 @@ class Archive:
             before = new.last(0)
         if before.parts != new.parts:
             raise ValueError(
-                f"the archive has keys and values in {before.parts[0].dtype}, and this call "
-                f"computes {new.parts[0].dtype}: read the whole text under one autocast."
+                f"the archive has keys and values in {before.parts[0]}, and this call computes "
+                f"{new.parts[0]}: read the whole text under one autocast."
             )
         file = None if self.file is None else BlockFile.at(self.file, new.block_bytes)
         return before.and_then(new, file)
@@ -267,7 +296,7 @@ class Archive:
 
     def after(self, call: Call) -> "Archive":
         """The archive after one more call."""
-        after = Archive(self._rows, self.file, (*self._calls, call))
+        after = Archive(self._rows, self.file, (*self._calls, call), self.form)
         if sum(each.ids.shape[1] for each in after._calls) >= PENDING_TOKENS:
             after.rows()
         return after
@@ -282,7 +311,7 @@ class Archive:
         blocks that it has; `None`: in host memory. FileExistsError where it is somebody's."""
         rows = self.rows()
         if file is None:
-            return Archive(rows)
+            return Archive(rows, form=self.form)
         there = BlockFile.at(file, rows[0].block_bytes if rows else 0)
         of_rows = [block for row in rows for block in row.blocks]
         if not any(isinstance(block, Stored) and block.file == there for block in of_rows):
@@ -297,7 +326,7 @@ class Archive:
                 for number, block in enumerate(row.blocks)
             ]
             rows = (row._replace(blocks=tuple(blocks)),)
-        return Archive(rows, file)
+        return Archive(rows, file, form=self.form)
 
     def nbytes(self) -> int:
         """Bytes in host memory, each block once."""

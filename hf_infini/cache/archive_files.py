@@ -1,5 +1,6 @@
 """An archive beside a memory file: `NAME.archive`, or `NAME.….archive`, has the blocks, and the
-memory file all else, with the checksums of the blocks."""
+memory file all else, with the checksums of the blocks. Its record has the `parts` of a block, of
+each its layer, heads, width and dtype, and "int8" where it is rounded."""
 
 import glob
 import hashlib
@@ -15,7 +16,7 @@ from transformers import PreTrainedConfig
 from ..ops.checks import check_types
 from ..ops.recall import BLOCK_TOKENS
 from ..options import key_heads
-from .archive import Archive, Part, Row
+from .archive import Archive, Part, Row, form_of
 from .block_file import BlockFile, Stored, check_free, is_ours
 from .files import KIND as MEMORY
 from .files import dtype_of
@@ -63,7 +64,10 @@ def saved(archive: Archive, path: Path, seen: Tensor) -> Saved:
         file.sync()  # before a memory file says what is in it
     names = (block.file.path.name for block in stored)
     suffix = next(names, own_name.name).removeprefix(own_name.name)
-    parts = [[*part[:3], str(part.dtype).removeprefix("torch.")] for part in rows[0].parts]
+    parts = [
+        [*part[:3], str(part.dtype).removeprefix("torch."), *([part.form] if part.form else [])]
+        for part in rows[0].parts
+    ]
     moved = [
         own._replace(
             blocks=tuple(
@@ -135,8 +139,8 @@ def loaded(
     MEMORY.check_entries(path, entry, {"suffix": str, "parts": list})
     try:
         found = tuple(
-            Part(layer, heads, width, getattr(torch, dtype))
-            for layer, heads, width, dtype in entry["parts"]
+            Part(layer, heads, width, getattr(torch, dtype), *map(form_of, form))
+            for layer, heads, width, dtype, *form in entry["parts"]
         )
         size = BLOCK_TOKENS * sum(part.bytes for part in found)
     except (TypeError, ValueError, IndexError, AttributeError) as error:
@@ -171,14 +175,19 @@ def loaded(
 
 
 @check_types
-def archive_bytes(config: PreTrainedConfig, tokens: int) -> int:
+def archive_bytes(config: PreTrainedConfig, tokens: int, archive: bool | str = True) -> int:
     """Bytes that an archive takes, on a disk or in host memory.
 
     Args:
         config: of a model with kept tokens, whose dtype counts (`None`: torch's default).
         tokens: that are read.
+        archive: as of [`InfiniCache`]; ValueError for another.
     """
+    form, dtype = form_of(archive), dtype_of(config)
+    if not archive:
+        return 0
     heads, *widths = key_heads(config)
     layers: Any = getattr(config, "infini_layers", ())
+    of_layer = sum(Part(0, heads, width, dtype, form).bytes for width in widths)
     # and the token's id, and whether it may be recalled
-    return tokens * (len(layers) * heads * sum(widths) * dtype_of(config).itemsize + 9)
+    return tokens * (len(layers) * of_layer + 9)

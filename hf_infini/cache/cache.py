@@ -28,7 +28,7 @@ from ..ops.checks import check_types
 from ..ops.rules import RULES
 from ..ops.state import InfiniState
 from ..options import MemoryOptions, check_number, key_heads
-from .archive import Archive, Call, kept_blocks, recalled
+from .archive import Archive, Call, form_of, kept_blocks, recalled
 from .archive_files import loaded, saved
 from .files import (
     DESCRIBED_INDIRECTLY,
@@ -121,14 +121,16 @@ class InfiniCache(Cache):
     Args:
         config: of the model that will fill it; ValueError where no layer of it has a memory.
         archive: whether keys and values of all tokens are archived, in host memory, while they are
-            read.
+            read: `True`, as the model computes them, or "int8", rounded to 8 bits, each token's and
+            head's by itself, which takes about half the bytes of 16. ValueError for another.
     """
 
     layers: Any  # each an InfiniLayer, or transformers' own
     completes_segments = True  # the attention itself does; of a StepCache `end_step`
     in_step = False  # whether a compiled step has begun and not ended
 
-    def __init__(self, config: PreTrainedConfig, *, archive: bool = False):
+    def __init__(self, config: PreTrainedConfig, *, archive: bool | str = False):
+        form = None if archive is False else form_of(archive)
         bounded = set(getattr(config, "infini_layers", ()))
         if not bounded:
             raise ValueError(
@@ -148,7 +150,7 @@ class InfiniCache(Cache):
         )
         self._config, self.windows = config, config.windows
         self.text: dict[str, Tensor] = {}
-        self.archive = Archive() if archive else None
+        self.archive = Archive(form=form) if archive else None
         # the model that filled it, while it is there, and what its weights were
         self._model: Callable[[], nn.Module | None] = _nothing
         self._sample: Sample = {}
@@ -160,6 +162,11 @@ class InfiniCache(Cache):
         """`generate` asks; what it compiles gets a StepCache in this one's place, which archives
         nothing."""
         return self.archive is None
+
+    @property
+    def archived(self) -> bool | str:
+        """How what is read is archived, as the argument `archive` says it."""
+        return self.archive is not None and (self.archive.form or True)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_model": _nothing}
@@ -280,7 +287,7 @@ class InfiniCache(Cache):
         """Empties the cache: it may then read a text as a new one does."""
         if self.exchange() is not None:
             raise ValueError(f"a {type(self).__name__} is for one call: make one for each.")
-        InfiniCache.__init__(self, self._config, archive=self.archive is not None)
+        InfiniCache.__init__(self, self._config, archive=self.archived)
         self.in_step = False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -588,8 +595,8 @@ class InfiniCache(Cache):
                 any.
             description: what [`describe_model`] said of the model, for many files of one, whose
                 weights are then hashed once; `None`: it is asked.
-            archive: whether questions may recall from the archive that the text may have; without,
-                its file is not needed, and a warning says that there was one.
+            archive: whether questions may recall from the archive that the text may have, in 8 bits
+                or not; without, its file is not needed, and a warning says that there was one.
 
         Raises:
             MemoryFileError: the file is damaged, no memory file, or of another model or

@@ -33,8 +33,8 @@ def joined(caches: Iterable[InfiniCache]) -> InfiniCache:
             own.check_same_model(cache)
             if row.parts != documents[-1].parts:
                 raise ValueError(
-                    f"cache {number} has keys and values in {row.parts[0].dtype}, and the one "
-                    f"before in {documents[-1].parts[0].dtype}: read all under one autocast."
+                    f"cache {number} has keys and values in {row.parts[0]}, and the one before in "
+                    f"{documents[-1].parts[0]}: read all under one autocast, and with one archive=."
                 )
         every = sorted(row.documents, key=lambda each: each.number)
         span = max(window.span for window in cache.windows.values())

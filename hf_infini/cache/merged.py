@@ -15,7 +15,7 @@ from .cache import InfiniCache, InfiniLayer
 def merged(caches: Sequence[InfiniCache]) -> InfiniCache:
     """A cache with the rows of all caches, one after the other, in tensors of its own. Continue it
     with the new tokens of every row and a mask of these alone, for the rows have passed different
-    numbers of columns; where one has an archive, all need one.
+    numbers of columns; where one has an archive, all need one of this kind.
 
     Args:
         caches: of one model, all of whose layers have a memory; each has read something. They are
@@ -37,10 +37,10 @@ def merged(caches: Sequence[InfiniCache]) -> InfiniCache:
             )
         if cache.state is None:
             raise ValueError(f"cache {number} has read nothing yet: have it read a token first.")
-        if (cache.archive is None) != (first.archive is None):
+        if cache.archived != first.archived:
             raise ValueError(
-                "some of these caches have an archive, and some have none: set cache.archive = "
-                "None in a copy of the former, or read with an archive in all."
+                f"cache 1 has archive={first.archived!r}, and cache {number} {cache.archived!r}: "
+                "set cache.archive = None in copies of all, or read with one kind of archive."
             )
     each_layer = zip(*(cache.layers for cache in caches), strict=True)
     layers = [_joined([layer.state for layer in layers]) for layers in each_layer]

@@ -418,3 +418,15 @@ def naive_recalled(
     best = sorted((rank[number], number) for number in left if eligible[number])
     numbers = sorted(number for _, number in best[: window.kept_tokens])
     return numbers, [rank[number] for number in numbers]
+
+
+def naive_int8(vector: Tensor) -> Tensor:
+    """[`from_int8`] of [`to_int8`], number by number. `vector`: `[width]`."""
+    numbers = [number.float() for number in vector]
+    if not all(math.isfinite(number) for number in numbers):
+        return torch.full_like(vector, math.nan)
+    step = max(abs(number) for number in numbers) / 127
+    step = max(step, torch.tensor(2.0**-126))  # the smallest number with all of its digits
+    most = torch.finfo(vector.dtype).max if vector.dtype.itemsize < 4 else 2.0**128 - 2.0**104
+    rounded = [(torch.round(number / step) * step).clamp(-most, most) for number in numbers]
+    return torch.stack(rounded).to(vector.dtype)

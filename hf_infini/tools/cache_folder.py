@@ -40,13 +40,13 @@ def key_of(model: torch.nn.Module, *parts: object) -> str:
     return _key(_digest_of(model), parts)
 
 
-def memory_names(model: Any, tokenizer: Any, archive: bool) -> Callable[[str], str]:
+def memory_names(model: Any, tokenizer: Any, archive: bool | str) -> Callable[[str], str]:
     """A function that names the memory file of a text, by the text and by all that reads it: the
     weights of a `model` and their dtype, a `tokenizer` and its chat template, and whether there is
-    an `archive` beside it. Weights and vocabulary are gone through once."""
+    an `archive` beside it, and of which kind. Weights and vocabulary are gone through once."""
     digest = _digest_of(model)
     before = model.dtype, fingerprint(tokenizer), tokenizer.chat_template
-    behind = ["archive"] if archive else []
+    behind = ["archive", *([archive] if isinstance(archive, str) else [])] if archive else []
     return lambda text: f"{_key(digest, (*before, text, *behind))}.safetensors"
 
 

@@ -85,7 +85,7 @@ class Demo:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, max_new_tokens: int = 300, archive: bool = False
+        self, model: Any, tokenizer: Any, max_new_tokens: int = 300, archive: bool | str = False
     ):
         self.model, self.tokenizer, self.max_new_tokens = model, tokenizer, max_new_tokens
         self.archive = archive
@@ -200,7 +200,7 @@ class Demo:
             # no button that publishes it
             chat = gradio.Chatbot(label="Chat", height=300, buttons=["copy_all"])
             question = gradio.Textbox(label="Question", submit_btn=True)
-            with gradio.Row(visible=self.archive, max_height=360):
+            with gradio.Row(visible=bool(self.archive), max_height=360):
                 passages = gradio.Textbox(
                     label="Passages that the last answer looked at first", lines=4, max_lines=12
                 )

@@ -58,7 +58,12 @@ def weight_bytes(config: PreTrainedConfig) -> Weights:
 
 @check_types
 def estimate(
-    config: PreTrainedConfig, tokens: int, *, cache_tokens: int | None = None, **options
+    config: PreTrainedConfig,
+    tokens: int,
+    *,
+    cache_tokens: int | None = None,
+    archive: bool | str = True,
+    **options,
 ) -> Estimate:
     """The bytes of the cache after so many tokens of one sequence, in the configuration's dtype.
 
@@ -66,6 +71,7 @@ def estimate(
         config: of a plain model, or of one with a memory, which takes no options.
         tokens: of the sequence, at least 1.
         cache_tokens, options: as of [`patch_model`].
+        archive: whether what is read is archived; "int8": in 8 bits, as of [`InfiniCache`].
 
     Raises:
         ValueError: options that no memory has, or of a model that has them already; or a model that
@@ -101,4 +107,5 @@ def estimate(
     kept = sum(
         of_layer for layer, of_layer in enumerate(of_layers) if layer not in config.infini_layers
     )
-    return Estimate(sum(of_layers), kept + cache_bytes(config), archive_bytes(config, tokens))
+    beside = archive_bytes(config, tokens, archive)
+    return Estimate(sum(of_layers), kept + cache_bytes(config), beside)

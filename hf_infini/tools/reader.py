@@ -75,7 +75,8 @@ class Reader:
             `None`: nothing.
         archive: whether keys and values of all that is read are archived, beside a memory file or
             in host memory, and each question recalls what it asks for
-            ([`InfiniCache.recall`]); a given cache decides by its own archive.
+            ([`InfiniCache.recall`]); "int8": in 8 bits, as of [`InfiniCache`]. A given cache
+            decides by its own archive.
         turns: so many latest answers' ends, at least 1, are kept, and so many readings of the
             document after other beginnings of a chat; each takes [`hf_infini.cache_bytes`] bytes.
 
@@ -90,7 +91,7 @@ class Reader:
         tokenizer: PreTrainedTokenizerBase,
         *,
         cache: InfiniCache | None = None,
-        archive: bool = False,
+        archive: bool | str = False,
         chunk: int = 2048,
         turns: int = 4,
     ):
@@ -98,7 +99,7 @@ class Reader:
         check_number("turns", turns, {"at_least": 1})
         net: Any = model
         cache = InfiniCache(net.config, archive=archive) if cache is None else cache
-        self.model, self.archive = net, cache.archive is not None
+        self.model, self.archive = net, cache.archived
         self.tokenizer, self.chunk, self.document = tokenizer, chunk, ""
         self._documents: list[str] = []  # with marks
         self.document_tokens: list[int] = []  # of each document of an archive
@@ -252,7 +253,7 @@ class Reader:
         config = self.model.config
         span = max(window.span for window in config.windows.values())
         return (
-            self.archive
+            bool(self.archive)
             and config.update_rule not in RULES
             and any(len(self._encode(f"{MARK}{_checked(text)}{MARK}")) >= span for text in texts)
         )

@@ -38,7 +38,7 @@ def load_ready(
     dtype: str,
     scores: Path,
     text: str | None = None,
-    archive: bool | None = False,
+    archive: bool | str | None = False,
     memory: Path | None = None,
     several: bool = False,
     bits: int | None = None,
@@ -50,15 +50,15 @@ def load_ready(
         scores: the folder of fitted scores, by the model.
         text: that is read; on it the score of a plain model may be fitted. `None`: ValueError where
             it would have to be.
-        archive: whether what is read is archived: then a plain model needs no score. `None`: where
-            the model has places that a question may fill.
+        archive: whether, and how, what is read is archived, as of [`InfiniCache`]: then a plain
+            model needs no score. `None`: where the model has places that a question may fill.
         memory: a memory file. One that is there says what its model had, also instead of a text.
         several: whether documents are read apart where what is read is archived: with as many
             places whatever their lengths, so that one more changes nothing for the others.
         bits: as of [`load_saved`]. ValueError for an adapter with a LoRA.
 
     Returns:
-        Model, tokenizer, and whether what is read is archived.
+        Model, tokenizer, and whether, and how, what is read is archived.
     """
     if adapter is not None:
         place = find_folder(adapter, "adapter folder")  # before the model, which takes longer
@@ -68,13 +68,13 @@ def load_ready(
     net, tokenizer = load_saved(model, device, dtype, bits)
     if has_memory(model, net.config, adapter, kept_tokens):
         return net, tokenizer, net.config.kept_tokens > 0 if archive is None else archive
-    archive = archive is not False
+    archive = True if archive is None else archive
     if memory is not None and adapter is None and memory.exists():
         with while_("looking into the memory file", memory, "`hf-infini read` writes it again."):
             of_file, archived = kept_and_archived(memory)
         if archived:
             return recalling(net, kept_tokens or of_file), tokenizer, archive
-        archive = archive and text is not None
+        archive = text is not None and archive
     if archive and adapter is None:
         needed = KEPT_TOKENS
         if text is not None and not several:

@@ -101,7 +101,7 @@ class Asked:
 def say_what_was_read(config, cache: InfiniCache) -> None:
     """The tokens that a model of this `config` has read into a `cache`, and their bytes."""
     tokens = tokens_read(cache)
-    estimate = estimate_cache(config, tokens)
+    estimate = estimate_cache(config, tokens, archive=cache.archived)
     say(
         f"{tokens:,} tokens in a cache of {cache.nbytes() / 1e6:,.1f} MB, all keys and values: "
         f"{estimate.plain / 1e6:,.1f} MB"
@@ -109,7 +109,8 @@ def say_what_was_read(config, cache: InfiniCache) -> None:
     if cache.archive is not None:
         say(
             f"beside it, {estimate.archive / 1e6:,.1f} MB of archive, from which questions recall "
-            "passages (--no-archive: none, and what the cache did not keep is gone)"
+            f"passages ({'' if cache.archived == 'int8' else '--archive-int8: fewer MB; '}"
+            "--no-archive: none, and what the cache did not keep is gone)"
         )
 
 

@@ -86,7 +86,7 @@ class TextFile(NamedTuple):
         except (MemoryFileError, OSError) as error:
             warnings.warn(f"reading from the start, for {error}", stacklevel=2)
         if cache.archive is not None:
-            self._check_room(archive_bytes(self.model.config, len(self.ids) - done))
+            self._check_room(len(self.ids) - done)
             place = self.file.absolute().with_name(f"{self.file.name}.archive")
             cache.archive = cache.archive.at(place)
 
@@ -104,18 +104,24 @@ class TextFile(NamedTuple):
 
     def _load(self, file: Path) -> InfiniCache:
         """What a file or a part has of the text, all or the first."""
-        archived = self.before.archive is not None
+        archived = self.before.archived
         cache = InfiniCache.from_pretrained(
             file,
             self.model,
             text_sha256=[self.sha256],
             description=self.described,
-            archive=archived,
+            archive=bool(archived),
         )
         if archived and cache.archive is None:
             raise MemoryFileError(
                 f"{file} has no archive, from which questions could recall anything: delete it, or "
                 "read with archive=False."
+            )
+        if cache.archived != archived:
+            raise MemoryFileError(
+                f"{file} has archive={cache.archived!r}, and archive={archived!r} is asked for: "
+                f"read it {'without' if archived == 'int8' else 'with'} archive='int8' "
+                "(--archive-int8), give another name, or delete it."
             )
         done = cache.get_seq_length() - self.before.get_seq_length()
         known = {"tokenizer": self.tokenizer}
@@ -134,15 +140,17 @@ class TextFile(NamedTuple):
             )
         return cache
 
-    def _check_room(self, needed: int) -> None:
-        """OSError where the disk has no room for so many bytes beside the file."""
-        folder = self.file.parent
+    def _check_room(self, tokens: int) -> None:
+        """OSError where the disk has no room for the archive of so many `tokens` more."""
+        folder, archived = self.file.parent, self.before.archived
+        needed = archive_bytes(self.model.config, tokens, archived)
+        smaller = "" if archived == "int8" else "in 8 bits (archive='int8', --archive-int8), or "
         free = shutil.disk_usage(folder).free
         if needed > free:
             raise OSError(
                 f"the archive of this text takes {needed / 1e6:,.0f} MB, and {folder} has "
                 f"{free / 1e6:,.0f} MB left: free some, give a file on another disk, or read "
-                "without an archive (archive=False, --no-archive)."
+                f"{smaller}without an archive (archive=False, --no-archive)."
             )
 
     @contextlib.contextmanager

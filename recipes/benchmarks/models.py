@@ -122,8 +122,8 @@ def cache_after(model, way: str, batch: int, context: int, seed: int, room: int 
 
 
 @torch.no_grad()
-def read_once(model, ids: torch.Tensor, archive: bool) -> InfiniCache:
-    """The cache of ids `[1, tokens]`, with an archive of them or without."""
+def read_once(model, ids: torch.Tensor, archive: bool | str) -> InfiniCache:
+    """The cache of ids `[1, tokens]`, with an archive of them or without, as of [`InfiniCache`]."""
     return read_in_chunks(model, ids, READ, InfiniCache(model.config, archive=archive))
 
 

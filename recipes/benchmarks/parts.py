@@ -32,6 +32,8 @@ TRAINED = {"cpu": (1024, 8192), "cuda": (8192, 32768)}
 NEW_TOKENS = {"cpu": 8, "cuda": 64}  # timed together
 ANSWER = 32  # tokens of a short one
 ARCHIVED = {"cpu": (32768, 1048576), "cuda": (32768, 131072, 1048576)}
+READINGS = {"without an archive": False, "with an archive": True}
+READINGS |= {"with an archive in 8 bits": "int8"}
 BEFORE = {"cpu": (1024, 8192, 65536), "cuda": (1024, 4096, 32768, 131072)}
 
 
@@ -150,8 +152,8 @@ def _after(how, both: Mapping, dtype: str, batch: int, context: int) -> list[dic
 
 
 def recall(how) -> Iterator[list[dict]]:
-    """Seconds of reading with an archive and without; and of a recall from archives of several
-    lengths, in host memory and in a file, beside those of a short answer."""
+    """Seconds of reading with an archive, in 8 bits or not, and without; and of a recall from
+    archives of several lengths, in host memory and in a file, beside those of a short answer."""
     for dtype in how.dtypes:
         yield from _archived(how, dtype)
 
@@ -163,8 +165,8 @@ def _archived(how, dtype: str) -> Iterator[list[dict]]:
     ids = models.random_ids(built, 1, length, how.seed)
     same = {"work": f"reading, {how.model}", "tokens": length, "dtype": dtype}
     runs = {
-        name: functools.partial(models.read_once, built, ids, archive=name == "with an archive")
-        for name in ("without an archive", "with an archive")
+        name: functools.partial(models.read_once, built, ids, archive=archive)
+        for name, archive in READINGS.items()
     }
     rows = {name: {**same, "name": name} for name in runs}
     yield compared(rows, _times(how, runs), "without an archive", tokens=length)
@@ -172,23 +174,24 @@ def _archived(how, dtype: str) -> Iterator[list[dict]]:
     with tempfile.TemporaryDirectory() as folder:
         cache.save_pretrained(file := Path(folder, "text.safetensors"), built)
         held = {"in memory": cache, "in a file": InfiniCache.from_pretrained(file, built)}
+        held["in memory, in 8 bits"] = runs["with an archive in 8 bits"]()
         for context in contexts:
             yield _recalled(how, built, held, question, context // length, dtype)
 
 
 def _recalled(how, built, held: Mapping, question, times: int, dtype: str) -> list[dict]:
     caches = {f"recall, {where}": models.repeated(cache, times) for where, cache in held.items()}
-    [row] = next(iter(caches.values())).archive.rows()
-    context = sum(each.tokens for each in row.documents)
+    of_caches = {name: cache.archive.rows()[0] for name, cache in caches.items()}
+    context = sum(each.tokens for each in next(iter(of_caches.values())).documents)
     work = f"recall, {how.model}; its ratio is to an answer of {ANSWER} tokens"
     same = {"work": work, "tokens": context, "dtype": dtype}
     runs = {name: lambda cache=cache: cache.recall(question) for name, cache in caches.items()}
     first = next(iter(runs.values()))()
     runs["answer"] = models.new_tokens(built, first, 1, ANSWER)
     rows = {name: {**same, "name": name} for name in runs}
-    size = {"archive_bytes": context * (row.block_bytes // BLOCK_TOKENS)}
-    for name in caches:
-        rows[name] |= {"cache_bytes": cache_bytes(first), **size}
+    for name, row in of_caches.items():
+        size = context * (row.block_bytes // BLOCK_TOKENS)
+        rows[name] |= {"cache_bytes": cache_bytes(first), "archive_bytes": size}
     return compared(rows, _times(how, runs), "answer")
 
 

@@ -148,15 +148,24 @@ class Recalled(Bounded):
     """A window and the latest tokens, in whose places each question puts what it recalls from an
     archive of all tokens."""
 
+    #: as of [`InfiniCache`]
+    archive: bool | str = True
+
     def score(self) -> str:
         return "recent"
 
     def read(self, document: Document) -> InfiniCache:
-        ids, cache = document.ids[None], InfiniCache(self.model.config, archive=True)
+        ids, cache = document.ids[None], InfiniCache(self.model.config, archive=self.archive)
         return read_in_chunks(self.model, ids.to(self.model.device), self.options.chunk, cache)
 
     def asked(self, reading: InfiniCache, question: Question) -> InfiniCache:
         return reading.recall(question.words, terms=question.terms)
+
+
+class RecalledInt8(Recalled):
+    """The same from an archive in 8 bits."""
+
+    archive = "int8"
 
 
 class Retrieved(Way):
@@ -339,6 +348,7 @@ WAYS: dict[str, type[Way]] = {
     "window": Bounded,
     "kept": Kept,
     "recall": Recalled,
+    "recall-int8": RecalledInt8,
     "bm25": Retrieved,
     "embedding": Embedded,
     "quantized": Quantized,

@@ -52,7 +52,7 @@ def alone(model, tokenizer, prompt, config, new: int, stops=(), seed=0, archive=
     if recalls:
         caches = []
         for context in prompt.contexts:
-            caches.append(InfiniCache(model.config, archive=True))
+            caches.append(InfiniCache(model.config, archive=archive))
             model(context.ids[None], use_cache=True, **{CACHE: caches[-1]})
         cache = joined(caches) if len(caches) > 1 else caches[0]
         recalled = cache.recall(prompt.question, terms=term_numbers(tokenizer))

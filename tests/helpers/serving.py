@@ -23,13 +23,16 @@ GREEDY = {"temperature": 0}
 
 
 @contextlib.contextmanager
-def running(folder: Path, kind: str = "llama, recalls", slow: float = 0, **options):
-    """A server of a small model in this process, on a free port; `slow`: seconds of each call."""
+def running(folder: Path, kind: str = "llama, recalls", slow: float = 0, archive=True, **options):
+    """A server of a small model in this process, on a free port; `slow`: seconds of each call;
+    `archive`: of a model that recalls."""
     model = served_model(kind, TOKENIZER)
     if slow:
         model.model.register_forward_pre_hook(lambda *args: time.sleep(slow))
     settings = Settings("small", folder, **{"max_tokens": 200} | options)
-    app, engine, library = application(model, TOKENIZER, kind == "llama, recalls", settings)
+    app, engine, library = application(
+        model, TOKENIZER, kind == "llama, recalls" and archive, settings
+    )
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))

@@ -17,6 +17,7 @@ from hf_infini.options import Window
 
 WINDOW = dict(segment_length=16, local_segments=1, sink_tokens=2, kept_tokens=90)
 TOKENS = 700
+KINDS = (True, "int8")  # of archives
 
 
 def patched(family: str = "llama", **options):
@@ -26,9 +27,9 @@ def patched(family: str = "llama", **options):
 
 
 @torch.no_grad()
-def read(model, ids, cuts=(), mask=None, cache=None, **inputs) -> InfiniCache:
+def read(model, ids, cuts=(), mask=None, cache=None, archive=True, **inputs) -> InfiniCache:
     """A cache with an archive, or the given one, after ids, in calls that begin at the cuts."""
-    cache = InfiniCache(model.config, archive=True) if cache is None else cache
+    cache = InfiniCache(model.config, archive=archive) if cache is None else cache
     begins = [0, *cuts, ids.shape[1]]
     for begin, end in zip(begins, begins[1:], strict=False):
         part = slice(begin, end)
@@ -239,9 +240,10 @@ def test_special_and_masked_tokens_are_not_recalled():
 # --- the cache
 
 
-def test_copies_and_rows_have_their_own_archives():
+@pytest.mark.parametrize("archive", KINDS)
+def test_copies_and_rows_have_their_own_archives(archive):
     model, ids = patched(), text(2)
-    cache = read(model, ids)
+    cache = read(model, ids, archive=archive)
     other = copy.copy(cache)
     read(model, text(2, 100, 1), cache=other)
     assert [row.tokens for row in cache.archive.rows()] == [TOKENS] * 2
@@ -254,7 +256,7 @@ def test_copies_and_rows_have_their_own_archives():
         assert all(map(torch.equal, found, ids[rows]))
         changed.recall([ids[0, :4], ids[1, :4], ids[0, 90:95], ids[1, :4]])
     changed.reset()
-    assert changed.archive is not None and not changed.archive.rows()
+    assert changed.archived == archive and not changed.archive.rows()
     assert not cache.is_compileable and InfiniCache(model.config).is_compileable
 
 
@@ -366,9 +368,10 @@ def changed(content: bytes, how: str, at: int) -> bytes | None:
     return {"cut": content[:-1], "empty": b"", "gone": None}[how]
 
 
-def test_a_file_has_the_archive(tmp_path):
+@pytest.mark.parametrize("archive", KINDS)
+def test_a_file_has_the_archive(archive, tmp_path):
     model, ids = patched(), text(2)
-    cache, question = read(model, ids), [ids[0, 300:309], ids[1, 9:20]]
+    cache, question = read(model, ids, archive=archive), [ids[0, 300:309], ids[1, 9:20]]
     file = tmp_path / "text.safetensors"
     cache.save_pretrained(file, model)
     loaded = InfiniCache.from_pretrained(file, model)
@@ -424,11 +427,12 @@ def test_the_memory_of_a_shorter_text_leaves_no_old_blocks(tmp_path):
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "empty", "gone"])
 @pytest.mark.parametrize("loads_first", [False, True])
-def test_a_damaged_archive_is_refused(how, loads_first, tmp_path):
+@pytest.mark.parametrize("archive", KINDS)
+def test_a_damaged_archive_is_refused(archive, how, loads_first, tmp_path):
     """When it is loaded or, while it is used, when a question needs the block."""
     model, ids = patched(), text(1)
     file = tmp_path / "text.safetensors"
-    read(model, ids).save_pretrained(file, model)
+    read(model, ids, archive=archive).save_pretrained(file, model)
     cache = InfiniCache.from_pretrained(file, model)
     [blocks] = tmp_path.glob("*.archive")
     size = blocks.stat().st_size // 10

@@ -250,6 +250,38 @@ def test_a_plain_model_recalls_without_a_fit(folders, run, tmp_path):
     assert "reading:" not in without.err and "cannot be recalled" in without.err
 
 
+def test_an_archive_in_8_bits_has_its_own_files(folders, run, tmp_path):
+    """Which are found again, named where they do not fit, and gone on from; a default start reads
+    another."""
+    asked = ["--device", "cpu", "-q", "Who is the king?", "--max-new-tokens", 5]
+    words = ["ask", folders["plain"], folders["play.txt"], *asked, "--kept-tokens", 70]
+    whole = run(*words)
+    first, second = run(*words, "--archive-int8"), run(*words, "--archive-int8", "--archive")
+    assert "reading:" in first.err and "reading:" not in second.err and first.out == second.out
+    exact, small = (
+        float(re.search(r"([\d.]+) MB of archive", each.err)[1]) for each in (whole, first)
+    )
+    assert small < exact and "--archive-int8: fewer MB" in whole.err
+    archives = (tmp_path / "kept" / "memories").glob("*.archive")
+    sizes = sorted(path.stat().st_size for path in archives)
+    assert len(sizes) == 2 and sizes[0] < sizes[1] / 2  # of float32
+    read = ["read", folders["plain"], folders["play.txt"], "--kept-tokens", 70, "--device", "cpu"]
+    run(*read, "--archive-int8", "--out", tmp_path / "m")
+    went_on = run("continue", folders["plain"], tmp_path / "m", " The king", *asked[:2], *asked[4:])
+    assert went_on.out.strip() and "cannot be recalled" not in went_on.err
+    line = run(*read, "--out", tmp_path / "m", status=1).err.splitlines()[-1]
+    assert (
+        "m has archive='int8', and archive=True is asked for: read it with archive='int8'" in line
+    )
+    line = run(*words, "--archive-int8", "--no-archive", status=1).err.splitlines()[-1]
+    assert line == "error: give one of --no-archive and --archive-int8, not both."
+    tables = [
+        run("estimate", folders["plain"], "--tokens", 10_000, *how).out.split()
+        for how in ((), ("--archive-int8",))
+    ]
+    assert tables[0][:-2] == tables[1][:-2] and float(tables[1][-2]) < float(tables[0][-2]) / 2
+
+
 def damage(archive: Path) -> None:
     """One bit of each of its blocks, which no load reads."""
     content = bytearray(archive.read_bytes())

@@ -130,7 +130,7 @@ def test_what_cannot_be_merged_is_refused(models):
         merged([])
     with pytest.raises(ValueError, match="cache 2 has read nothing yet"):
         merged([read, InfiniCache(model.config)])
-    with pytest.raises(ValueError, match="some have none"):
+    with pytest.raises(ValueError, match="cache 1 has archive=True, and cache 2 False"):
         merged([archived, read])
     with pytest.raises(ValueError, match="of another model"):
         merged([read, InfiniCache(other.config)])

@@ -9,6 +9,7 @@ openai = pytest.importorskip("openai", reason="pip install '.[test]'")
 pytest.importorskip("prometheus_client", reason="pip install '.[serve]'")
 
 from hf_infini.tools.reader import Reader  # noqa: E402
+from served import served_model  # noqa: E402
 from serving import (  # noqa: E402
     BODY,
     GREEDY,
@@ -70,6 +71,28 @@ def test_documents_are_read_once_and_asked_by_their_id(server, client):
         client.files.retrieve(documents[0].id)
     kept = [path.name for path in server.library.memories.glob("*.safetensors")]
     assert len(kept) == len([*server.library])
+
+
+def test_documents_are_archived_in_8_bits(tmp_path):
+    """And a server without that option reads them into other files."""
+    texts, sizes = [TEXT[2000:4500].strip(), TEXT[9000:10500].strip()], []
+    for archive in ("int8", True):
+        model = served_model("llama, recalls", TOKENIZER)
+        reader = Reader(model, TOKENIZER, archive=archive)
+        reader.read_documents(texts, progress=False)
+        said = reader.chat(user("Who is the king?"), max_new_tokens=12, do_sample=False)
+        with running(tmp_path, archive=archive) as server:
+            client = client_of(server)
+            body = {"document": [upload(client, text, "one.txt").id for text in texts]}
+            reply = asked(
+                client, user("Who is the king?"), max_tokens=12, extra_body=body, **GREEDY
+            )
+            assert reply.choices[0].message.content.strip() == said
+            files = server.library.memories.glob("*.archive")
+            sizes.append(sum(file.stat().st_size for file in files))
+    assert len([*server.library.memories.glob("*.archive")]) == 4
+    width = model.config.head_dim  # of float64
+    assert (sizes[1] - sizes[0]) * (width + 4) == pytest.approx(sizes[0] * width * 8, rel=0.01)
 
 
 def test_short_documents_are_read_as_one_text(server, client):

@@ -130,7 +130,8 @@ class Loop:
         model, tokenizer: with a memory in all layers, in evaluation mode.
         slots: requests at once; others wait.
         chunk: tokens of prompts that are read before a token of everybody else.
-        archive: whether prompts recall from what they begin with.
+        archive: whether prompts recall from what they begin with; "int8": from an archive in 8
+            bits, as of [`InfiniCache`].
         kept_bytes: of beginnings that are kept for the next prompts.
 
     Raises:
@@ -144,7 +145,7 @@ class Loop:
         *,
         slots: int = 8,
         chunk: int = 512,
-        archive: bool = False,
+        archive: bool | str = False,
         kept_bytes: int = 2 * 10**9,
     ):
         self.model, self.tokenizer, self.archive = model, tokenizer, archive

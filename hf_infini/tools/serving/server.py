@@ -85,13 +85,12 @@ class GracefulServer(uvicorn.Server):
 
 
 def application(
-    model: Any, tokenizer: Any, archive: bool, settings: Settings
+    model: Any, tokenizer: Any, archive: bool | str, settings: Settings
 ) -> tuple[Any, Engine, Library]:
     """The application, and what is to be stopped after it.
 
     Args:
-        model, tokenizer: as of [`Loop`].
-        archive: whether prompts recall.
+        model, tokenizer, archive: as of [`Loop`].
         settings: of the server.
 
     Returns:
@@ -117,7 +116,7 @@ def application(
     return Guard(app, key, hosts, int(settings.max_megabytes * 1e6)), engine, library
 
 
-def serve(model: Any, tokenizer: Any, archive: bool, settings: Settings, say: Any) -> None:
+def serve(model: Any, tokenizer: Any, archive: bool | str, settings: Settings, say: Any) -> None:
     """Answers until a signal comes.
 
     Args:

@@ -96,17 +96,18 @@ def test_a_new_token_after_long_contexts(everything):
 def test_a_recall_from_archives(everything):
     _, out = everything
     rows = rows_of(out, "recall", "reading")
-    assert [row["name"] for row in rows] == ["without an archive", "with an archive"]
+    names = ["without an archive", "with an archive", "with an archive in 8 bits"]
+    assert [row["name"] for row in rows] == names
     rows = rows_of(out, "recall", "recall")
-    names = ["recall, in memory", "recall, in a file", "answer"]
+    names = ["recall, in memory", "recall, in a file", "recall, in memory, in 8 bits", "answer"]
     # 40 tokens are read, once and twice
     assert [(row["tokens"], row["name"]) for row in rows] == [
         (tokens, name) for tokens in (40, 80) for name in names
     ]
-    assert all(row["seconds"] > 0 for row in rows) and rows[2]["ratio"] == 1
-    # keys and values, width, float32; one layer
+    assert all(row["seconds"] > 0 for row in rows) and rows[3]["ratio"] == 1
+    # keys and values, width, float32, or 8 bits and two heads' steps; one layer
     assert [row["archive_bytes"] for row in rows if row["name"] != "answer"] == [
-        tokens * 2 * 32 * 4 for tokens in (40, 40, 80, 80)
+        tokens * 2 * size for tokens in (40, 80) for size in (32 * 4, 32 * 4, 32 + 2 * 4)
     ]
 
 

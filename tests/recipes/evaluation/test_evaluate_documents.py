@@ -379,6 +379,20 @@ def test_presses_leave_as_many_tokens_and_all_is_plain(folder, name):
     assert found[ALL] == pytest.approx(whole, rel=1e-4) and found[FEW] != found[ALL]
 
 
+def test_an_archive_in_8_bits_is_the_exact_one_but_for_rounding(folder):
+    found = {}
+    for name in ("recall", "recall-int8"):
+        way, prepared, document, prompter = made(folder, name, window=32)
+        with way.ready(), torch.inference_mode():
+            reading = way.read(document)
+            assert reading.archived == ("int8" if name == "recall-int8" else True)
+            asked = prepared["questions"][0]
+            found[name] = answers.ask(way, reading, document, asked, prompter, 4)
+    one, two = found.values()
+    assert one["nats"] == pytest.approx(two["nats"], rel=0.01) and one["nats"] != two["nats"]
+    assert all(one[name] == two[name] for name in ("bytes", "evidence", "tokens"))
+
+
 def test_text_that_spells_special_tokens_is_plain_text(folder):
     _, prepared, document, prompter = made(folder, "plain")
     end = prompter.tokenizer.eos_token
