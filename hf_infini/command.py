@@ -504,13 +504,13 @@ def demo(
 ) -> None:
     """Serves a page for the browser that reads and answers. It shows the cache, what heads keep,
     and the passages that an answer looked at."""
-    from .tools.demo import Demo
+    from .tools.demo import STYLE, Demo
 
     bits, archived = _bits(load_in_4bit, load_in_8bit), _archive(archive, archive_int8)
     ready = _load(model, adapter, kept_tokens, device, dtype, archive=archived, bits=bits)
     net, tokenizer, archived = ready
     with while_("serving the page on", f"--port {port}", kept="the page is closed"):
-        Demo(net, tokenizer, archive=archived).page().launch(server_port=port)
+        Demo(net, tokenizer, archive=archived).page().launch(server_port=port, css=STYLE)
 
 
 @app.command()

@@ -66,6 +66,10 @@ class Session:
         return "\n\n".join(listed), pieces
 
 
+# A text with marks would push what is below it off the page; it scrolls
+STYLE = ".passages > * { max-height: 360px; }"
+
+
 class Stopped(StoppingCriteria):
     """Ends an answer at its next token, once the event is set."""
 
@@ -188,7 +192,7 @@ class Demo:
         return [piece for piece in (*pieces, (text[shown:], None)) if piece[0]]
 
     def page(self) -> gradio.Blocks:
-        """The page, to be launched."""
+        """The page, to be launched with `css` [`STYLE`]."""
         config = self.model.config
         with gradio.Blocks(title="hf_infini", analytics_enabled=False) as page:
             session = gradio.State()
@@ -200,7 +204,7 @@ class Demo:
             # no button that publishes it
             chat = gradio.Chatbot(label="Chat", height=300, buttons=["copy_all"])
             question = gradio.Textbox(label="Question", submit_btn=True)
-            with gradio.Row(visible=bool(self.archive), max_height=360):
+            with gradio.Row(visible=bool(self.archive), elem_classes="passages"):
                 passages = gradio.Textbox(
                     label="Passages that the last answer looked at first", lines=4, max_lines=12
                 )
