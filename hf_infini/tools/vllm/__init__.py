@@ -7,8 +7,12 @@ has vLLM's own models around our attention, and pages.py a state as a page of vL
 
 # By `model_type` of the plain model: its class, of the same name in transformers and in vLLM
 FAMILIES = {
+    "gemma": "GemmaForCausalLM",
+    "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
