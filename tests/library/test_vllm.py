@@ -23,16 +23,18 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from vllm import LLM, EngineArgs, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 
+import hf_infini.tools  # noqa: E402
 from corpora.tokenization import train_bpe  # noqa: E402
 from decoders import decoder, fitted  # noqa: E402
 from hf_infini import patch_model  # noqa: E402
 from hf_infini.options import KEEP_SCORES, UPDATE_RULES  # noqa: E402
 from hf_infini.tools.vllm import FAMILIES  # noqa: E402
-from running import sample_text  # noqa: E402
 
 WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 12}
 LENGTHS = (5, 150, 17, 64, 1, 200, 33, 90)
 NEW = 24
+SAMPLES = Path(hf_infini.tools.__path__[0], "samples")
+SAMPLE = (SAMPLES / "handbook.en.txt").read_text(encoding="utf-8")
 WAYS = [
     *({"update_rule": rule, "memory_conv": 3} for rule in UPDATE_RULES),
     *({"update_rule": "none", "keep_score": score} for score in KEEP_SCORES),
@@ -197,12 +199,12 @@ def test_bfloat16_chooses_among_the_likeliest(tmp_path):
 
 @pytest.mark.slow
 def test_texts_with_the_tokenizer_beside_the_model(tmp_path):
-    tokenizer = train_bpe([sample_text()], 400)
+    tokenizer = train_bpe([SAMPLE], 400)
     ids = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     model = patch_model(decoder("llama", **ids), **WINDOW, update_rule="none")
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path)
-    text = sample_text()[:900]
+    text = SAMPLE[:900]
     how = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1}
     read = tokenizer(text, return_tensors="pt").input_ids
     right = tokenizer.decode(model.generate(read, **how)[0, read.shape[1] :])

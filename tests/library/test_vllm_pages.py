@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from transformers import AutoConfig
 
 from cases import examples

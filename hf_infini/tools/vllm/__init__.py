@@ -4,7 +4,6 @@
 has vLLM's own models around our attention, and pages.py a state as a page of vLLM's cache.
 """
 
-
 # By `model_type` of the plain model: its class, of the same name in transformers and in vLLM
 FAMILIES = {
     "gemma": "GemmaForCausalLM",

@@ -203,8 +203,8 @@ class InfiniModel:
 
 
 def give_memory(model: nn.Module, vllm_config: VllmConfig) -> Pass:
-    """Swaps the attention of the layers that are to have a memory, in place, and gives what they
-    share; `vllm_config`: the settings of vLLM."""
+    """Gives layers of a `model` of vLLM their memory, in place; what they share. `vllm_config`: the
+    settings of vLLM."""
     settings: Any = vllm_config.model_config
     config, dtype = copy.deepcopy(settings.hf_config), settings.dtype
     device = next(model.parameters()).device
@@ -212,41 +212,48 @@ def give_memory(model: nn.Module, vllm_config: VllmConfig) -> Pass:
         base: Any = AutoModel.from_config(config, dtype=dtype)
     with device:  # its tables are numbers
         base.rotary_emb = type(base.rotary_emb)(base.config)
-    places = config.places
-    shared = Pass(
-        base.config,
-        base.rotary_tables(places, dtype, device),
-        base.far_tables(places, device),
+    tables = (
+        base.rotary_tables(config.places, dtype, device),
+        base.far_tables(config.places, device),
     )
-    found, memories = pages_of(config, dtype), attention_layers(base)
-    widest = max(page.nbytes for page in found.values())
-    widest = -(-widest // 8) * 8
+    shared, found = Pass(base.config, *tables), pages_of(config, dtype)
+    memories = attention_layers(base)
+    page_bytes = max(page.nbytes for page in found.values())
     for number, page in found.items():
-        layer: Any = model.model.layers[number]
-        # not by swapping the class: the layouts of the two objects differ
-        kind = paged_class(type(layer.self_attn))
-        attention: Any = kind.__new__(kind)
-        vars(attention).update(vars(layer.self_attn))
-        layer.self_attn = attention
-        own = attention._modules.pop("attn")
-        del attention.rotary_emb
+        layer: Any = model.get_submodule(f"model.layers.{number}")
+        memory = without_projections(memories[number]).to_empty(device=device)
+        more = {"page": page, "page_bytes": page_bytes, "shared": shared, "layer_idx": number}
+        layer.self_attn = paged(layer.self_attn, memory, **more)
+        shared.layers[number] = layer.self_attn
         registered = vllm_config.compilation_config.static_forward_context
-        registered[own.layer_name] = attention
-        options = ScoreOptions(own.impl.scale, softcap=own.impl.logits_soft_cap or None)
-        memory = memories[number]
-        for name in [*memory._modules]:
-            if name not in PARAMETERS:
-                delattr(memory, name)
-        memory.to_empty(device=device)
-        vars(attention).update(
-            memory=memory, layer_idx=number, prefix=own.layer_name, page=page, page_bytes=widest,
-            shared=shared, options=options, kv_cache=(), calls=[],
-        )  # fmt: skip
-        for name in PARAMETERS:
-            if hasattr(memory, name):
-                setattr(attention, name, getattr(memory, name))
-        shared.layers[number] = attention
+        registered[layer.self_attn.prefix] = layer.self_attn
     return shared
+
+
+def without_projections(memory: InfiniAttentionMixin) -> InfiniAttentionMixin:
+    """The layer `memory` of transformers with the parameters of its memory only."""
+    for name in [*memory._modules]:
+        if name not in PARAMETERS:
+            delattr(memory, name)
+    return memory
+
+
+def paged(own: Any, memory: InfiniAttentionMixin, **more) -> PagedAttention:
+    """An `own` attention layer of vLLM that keeps its state in pages; `memory`: what computes it,
+    whose parameters it gets; `more`: attributes. Its class cannot be swapped in place, for the
+    layouts of the two objects differ."""
+    kind = paged_class(type(own))
+    attention: Any = kind.__new__(kind)
+    vars(attention).update(vars(own))
+    plain = attention._modules.pop("attn")
+    del attention.rotary_emb
+    options = ScoreOptions(plain.impl.scale, softcap=plain.impl.logits_soft_cap or None)
+    more |= {"memory": memory, "prefix": plain.layer_name, "options": options}
+    vars(attention).update(more, kv_cache=(), calls=[])  # and no parts of it
+    for name in PARAMETERS:
+        if hasattr(memory, name):
+            setattr(attention, name, getattr(memory, name))
+    return attention
 
 
 @functools.cache
