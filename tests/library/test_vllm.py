@@ -180,21 +180,18 @@ def test_a_text_that_is_longer_than_the_model_s_positions(tmp_path):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_bfloat16_chooses_among_the_likeliest(tmp_path):
-    """Rounding differs from that of transformers, so that a token that is nearly as likely may be
-    chosen. A number of bfloat16 has 8 bits, and three of its roundings are let pass."""
+def test_bfloat16_chooses_the_likeliest(tmp_path):
+    """Of what it has read so far, by transformers. Rounding differs, which these random weights
+    enlarge: one token in ten may be another. After a mistake it would be one in 97 that is not."""
     saved(tmp_path, dtype=torch.bfloat16, keep_score="learned")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    prompts = prompts_of()
+    prompts, same = prompts_of(), []
     with served(tmp_path, dtype="bfloat16") as llm:
         found = generated(llm, prompts)
-    off = []
     for prompt, new in zip(prompts, found, strict=True):
-        logits = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1].float()
-        chosen = logits.gather(1, torch.tensor(new)[:, None])[:, 0]
-        off.append((logits.amax(1) - chosen) / logits.abs().amax(1))
-    print(torch.cat(off).sort().values[-5:])
-    assert torch.cat(off).max() < 3 * 2**-8 * 4
+        logits = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1]
+        same += (logits.argmax(1) == torch.tensor(new)).tolist()
+    assert sum(same) >= 0.9 * len(same)
 
 
 @pytest.mark.slow
@@ -243,17 +240,14 @@ def test_what_does_not_work_is_refused_before_loading(what, folder):
         arguments.create_engine_config()
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [None, True])
-def test_what_only_makes_others_faster_is_left_out_and_said(
-    enable_prefix_caching, folder, monkeypatch
-):
+@pytest.mark.parametrize("asked", [True, None, False])
+def test_what_only_makes_others_faster_is_left_out_and_said(asked, folder, monkeypatch):
     said = []
     logger = logging.getLogger("hf_infini.tools.vllm.settings")
     monkeypatch.setattr(logger, "warning", lambda message, *words: said.append(message % words))
-    caching = {"enable_prefix_caching": enable_prefix_caching}
-    made = EngineArgs(str(folder), skip_tokenizer_init=True, **caching).create_engine_config()
+    given = {"enable_prefix_caching": asked, "enforce_eager": asked is False}
+    made = EngineArgs(str(folder), skip_tokenizer_init=True, **given).create_engine_config()
     assert made.model_config.enforce_eager and not made.cache_config.enable_prefix_caching
     assert int(made.compilation_config.mode) == 0
-    [line] = said
-    assert "torch.compile and CUDA graphs" in line
-    assert ("prefix caching" in line) == bool(enable_prefix_caching)
+    for what in ("prefix caching", "torch.compile and CUDA graphs"):
+        assert ([line for line in said if what in line] == []) == (asked is False)

@@ -20,7 +20,7 @@ from hf_infini.cache.files import first_states
 from hf_infini.models import families
 from hf_infini.options import KEEP_SCORES, UPDATE_RULES
 from hf_infini.tools.vllm import FAMILIES
-from hf_infini.tools.vllm.pages import pages_of
+from hf_infini.tools.vllm.pages import pages_of, places
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,6 +53,10 @@ def memories(draw) -> dict:
     return options
 
 
+def sorted_run(numbers: list[int]) -> list[int]:
+    return [*range(numbers[0], numbers[0] + len(numbers))]
+
+
 def random_like(tensor: torch.Tensor) -> torch.Tensor:
     """Any bits of this dtype, none of them a NaN, and three rows."""
     shape = (3, *tensor.shape[1:])
@@ -68,8 +72,10 @@ def random_like(tensor: torch.Tensor) -> torch.Tensor:
     options=memories(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
     skipped=st.booleans(),
+    numbers=st.permutations(range(6)).map(lambda order: order[:3]) | st.just([2, 3, 4]),
+    in_place=st.booleans(),
 )
-def test_a_state_comes_back_bit_for_bit_from_its_page(options, dtype, skipped):
+def test_a_state_comes_back_bit_for_bit_from_its_page(options, dtype, skipped, numbers, in_place):
     """Three rows go into pages of six, in any order; the pages beside them stay as they were."""
     config = families.InfiniLlamaConfig(**SIZES | {"num_hidden_layers": 2}, dtype=dtype, **options)
     found, firsts = pages_of(config, dtype), first_states(config, 3, dtype)
@@ -80,19 +86,26 @@ def test_a_state_comes_back_bit_for_bit_from_its_page(options, dtype, skipped):
         if skipped and config.mask_special_tokens:
             state = state.having(local_skipped=torch.rand(3, state.local_key.shape[2]) < 0.5)
         raw = torch.randint(-128, 127, (6, size), dtype=torch.int8)
-        numbers, before = torch.tensor([4, 0, 3]), raw.clone()
-        page.write(bound(raw, page), numbers, state)
-        assert raw[[1, 2, 5]].equal(before[[1, 2, 5]])
-        again = page.read(bound(raw, page), numbers)
+        others, before = [*{*range(6)} - {*numbers}], raw.clone()
+        pages = places(numbers, in_place, raw.device)
+        page.write(bound(raw, page), pages, state)
+        assert raw[others].equal(before[others])
+        again = page.read(bound(raw, page), pages)
         if state.local_skipped is None and again.local_skipped is not None:
             state = state.having(local_skipped=torch.zeros_like(again.local_skipped))
         wanted, read = state.tensors(), again.tensors()
         assert wanted.keys() == read.keys()
         for name, tensor in wanted.items():
             assert read[name].dtype == tensor.dtype and read[name].equal(tensor), name
+        # pages side by side are the state: what is written into it, they hold
+        assert isinstance(pages, slice) == (in_place and numbers == sorted_run(numbers))
+        again.local_key.zero_()
+        assert page.read(bound(raw, page), pages).local_key.any() != isinstance(pages, slice)
+        page.write(bound(raw, page), pages, again)
+        assert not page.read(bound(raw, page), pages).local_key.any()
     # nothing that a cache does not hold, but for the alignment and which tokens were special
-    places = sum(window.places for window in config.windows.values())
-    extra = places * config.mask_special_tokens + 8 * len(found)
+    room = sum(window.places for window in config.windows.values())
+    extra = room * config.mask_special_tokens + 8 * len(found)
     held = sum(page.nbytes for page in found.values())
     assert cache_bytes(config) <= held <= cache_bytes(config) + extra
 

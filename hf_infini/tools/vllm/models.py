@@ -28,7 +28,7 @@ from ...ops.equations import ScoreOptions
 from ...ops.layout.grid import segment_layout
 from ...ops.state import InfiniState
 from ...options import first_layers
-from .pages import Page, pages_of
+from .pages import Page, pages_of, places
 
 
 @dataclass
@@ -37,8 +37,8 @@ class Group:
     all or none have tokens before."""
 
     index: Tensor  # `[requests, tokens]`: where the tokens are among those of the pass
-    rows: Tensor  # `[requests]`: their numbers
     fresh: bool  # whether there are no tokens before
+    pages: dict[int, Tensor | slice]  # of the requests, by layer
     infini: Any = None  # [`SharedInputs`] of the call
     # of layers that were read for the layouts, by their numbers
     states: dict[int, InfiniState] = field(default_factory=dict)
@@ -47,9 +47,9 @@ class Group:
         """What the requests have in a layer; `None`: nothing yet."""
         if self.fresh:
             return None
-        return self.states.pop(layer.layer_idx, None) or layer.page.read(
-            layer.kv_cache, layer.pages[self.rows]
-        )
+        number = layer.layer_idx
+        state = self.states.pop(number, None)
+        return layer.page.read(layer.kv_cache, self.pages[number]) if state is None else state
 
 
 class Pass:
@@ -67,9 +67,11 @@ class Pass:
         metadata: Any = get_forward_context().attn_metadata
         if metadata is None:  # vLLM measures memory
             return
-        for layer in self.layers.values():
-            layer.pages = metadata[layer.prefix].state_indices_tensor
-        first = metadata[next(iter(self.layers.values())).prefix]
+        of_layers = {number: metadata[layer.prefix] for number, layer in self.layers.items()}
+        # layers whose pages are managed together share theirs
+        different = {id(each): each for each in of_layers.values()}
+        tables = {key: each.state_indices_tensor.tolist() for key, each in different.items()}
+        first = next(iter(different.values()))
         starts, lengths = first.query_start_loc.tolist(), first.seq_lens.tolist()
         device = first.query_start_loc.device
         found: dict[tuple[int, bool], list[int]] = {}
@@ -79,7 +81,13 @@ class Pass:
         for (tokens, fresh), rows in found.items():
             begins = torch.tensor([starts[row] for row in rows], device=device)
             index = begins[:, None] + torch.arange(tokens, device=device)
-            group = Group(index, torch.tensor(rows, device=device), fresh)
+            # a single token is written into its state in place
+            pages = {
+                key: places([table[row] for row in rows], tokens == 1, device)
+                for key, table in tables.items()
+            }
+            of_group = {number: pages[id(each)] for number, each in of_layers.items()}
+            group = Group(index, fresh, of_group)
             self._lay_out(group, None if input_ids is None else input_ids[index])
             self.groups.append(group)
 
@@ -116,7 +124,6 @@ class PagedAttention(MambaBase):
     page_bytes: int  # of all layers
     shared: Pass
     options: ScoreOptions
-    pages: Tensor  # `[requests]`, of the running pass
     calls: list  # of the running pass: groups, and what attends
 
     def get_state_shape(self):
@@ -164,7 +171,7 @@ class PagedAttention(MambaBase):
             )
             heads, _ = attend(*given, self.options)
             output[group.index] = heads.transpose(1, 2).flatten(2)
-            self.page.write(self.kv_cache, self.pages[group.rows], cached.left[0])
+            self.page.write(self.kv_cache, group.pages[self.layer_idx], cached.left[0])
         return output
 
 

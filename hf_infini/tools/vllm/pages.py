@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...cache.files import first_states
+from ...cache.step_cache import SHARED
 from ...ops.state import InfiniState
 
 
@@ -43,23 +44,38 @@ class Page:
         widest = max(tensor.itemsize for tensor in self.held.values())
         return -(-held // widest) * widest
 
-    def read(self, views: Sequence[Tensor], pages: Tensor) -> InfiniState:
-        """The state of the requests in these pages, a copy. `views`: of all pages, for each tensor,
-        `[pages, …]`, as its shape; `pages`: `[batch]`, numbers of pages."""
+    def read(self, views: Sequence[Tensor], pages: Tensor | slice) -> InfiniState:
+        """The state of the requests in these pages. `views`: of all pages, for each tensor,
+        `[pages, …]`, as its shape; `pages`: [`places`]. Of a slice nothing is copied but what the
+        layers share, which must last until they all have written."""
         taken = {name: view[pages] for name, view in zip(self.held, views, strict=True)}
+        taken |= {name: taken[name].clone() for name in SHARED if name in taken}
+        first = next(iter(taken.values()))
         empty = {
-            name: tensor.new_empty((len(pages), *tensor.shape[1:]), device=pages.device)
+            name: tensor.new_empty((len(first), *tensor.shape[1:]), device=first.device)
             for name, tensor in self.first.tensors().items()
             if name not in taken
         }
         return self.first.having(**taken, **empty)
 
-    def write(self, views: Sequence[Tensor], pages: Tensor, state: InfiniState) -> None:
+    def write(self, views: Sequence[Tensor], pages: Tensor | slice, state: InfiniState) -> None:
         """Puts the `state` of requests into their pages; `views` and `pages` as of [`read`]."""
         for name, view in zip(self.held, views, strict=True):
             tensor = getattr(state, name)
-            # `local_skipped` of a state that has skipped no token
-            view[pages] = view.new_zeros(()) if tensor is None else tensor
+            if tensor is None:  # `local_skipped` of a state that has skipped no token
+                tensor = view.new_zeros(())
+            elif isinstance(pages, slice) and tensor.data_ptr() == view[pages].data_ptr():
+                continue  # it was written in place
+            view[pages] = tensor
+
+
+def places(numbers: list[int], in_place: bool, device: torch.device) -> Tensor | slice:
+    """Where pages of these `numbers` are: a slice, if they lie side by side and the call may write
+    into them (`in_place`), or a tensor of the numbers on `device`."""
+    first, count = numbers[0], len(numbers)
+    if in_place and numbers == [*range(first, first + count)]:
+        return slice(first, first + count)
+    return torch.tensor(numbers, device=device)
 
 
 def pages_of(config: Any, dtype: torch.dtype) -> dict[int, Page]:
