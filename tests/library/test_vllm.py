@@ -21,6 +21,7 @@ os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 from vllm import LLM, EngineArgs, SamplingParams  # noqa: E402
+from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 
 import hf_infini.tools  # noqa: E402
@@ -182,7 +183,7 @@ def test_a_text_that_is_longer_than_the_model_s_positions(tmp_path):
 @torch.no_grad()
 def test_bfloat16_chooses_the_likeliest(tmp_path):
     """Of what it has read so far, by transformers. Rounding differs, which these random weights
-    enlarge: one token in ten may be another. After a mistake it would be one in 97 that is not."""
+    enlarge: one token in ten may be another. After a mistake, one in 97 would be the same."""
     saved(tmp_path, dtype=torch.bfloat16, keep_score="learned")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     prompts, same = prompts_of(), []
@@ -222,6 +223,10 @@ REFUSED = {
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
         "cannot be cropped",
     ),
+    "kv_transfer": (
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        "not sent between servers",
+    ),
 }
 
 
@@ -235,7 +240,10 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_does_not_work_is_refused_before_loading(what, folder):
     settings, message = REFUSED[what]
-    arguments = EngineArgs(str(folder), skip_tokenizer_init=True, **copy.deepcopy(settings))
+    settings = copy.deepcopy(settings)
+    if "kv_transfer_config" in settings:
+        settings["kv_transfer_config"] = KVTransferConfig(**settings["kv_transfer_config"])
+    arguments = EngineArgs(str(folder), skip_tokenizer_init=True, **settings)
     with pytest.raises(ValueError, match=message):
         arguments.create_engine_config()
 

@@ -43,7 +43,7 @@ class MemorySettings(VerifyAndUpdateConfig):
                 "speculative_config",
             ),
             (
-                getattr(vllm_config, "kv_transfer_config", None) is not None,
+                vllm_config.kv_transfer_config is not None,
                 "the states of a model of hf_infini are not sent between servers: leave out "
                 "kv_transfer_config",
             ),
@@ -56,7 +56,7 @@ class MemorySettings(VerifyAndUpdateConfig):
             model.enforce_eager = True
             off.append("torch.compile and CUDA graphs")
         if off:
-            logger.warning("%s: off, for a model of hf_infini has none.", " and ".join(off))
+            logger.warning("%s switched off: a model of hf_infini runs without.", ", ".join(off))
         # One page per request and layer. vLLM does so by itself only where some layer is of another
         # kind than full attention.
         MambaModelConfig.verify_and_update_config(vllm_config)
