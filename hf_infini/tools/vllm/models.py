@@ -99,9 +99,11 @@ class Pass:
             if (state := group.state_of(self.layers[layer])) is not None
         }
         mask = memory_mask_of(self.config, input_ids, None)
+        requests, tokens = group.index.shape
         layouts = {
             window: segment_layout(
-                *group.index.shape,
+                requests,
+                tokens,
                 window,
                 memory_mask=mask,
                 state=states.get(layer),
@@ -175,7 +177,7 @@ class PagedAttention(MambaBase):
         return output
 
 
-class InfiniModel:
+class InfiniModel(nn.Module):
     """Comes before the class of a model of vLLM."""
 
     has_inner_state = True
@@ -184,7 +186,8 @@ class InfiniModel:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         """As vLLM's own: `vllm_config` has its settings, and `prefix` is the model's name."""
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        given: Any = {"vllm_config": vllm_config, "prefix": prefix}
+        super().__init__(**given)
         vars(self)["shared"] = give_memory(self, vllm_config)
 
     def forward(self, input_ids: Tensor | None, *args, **kwargs):
@@ -224,7 +227,7 @@ def give_memory(model: nn.Module, vllm_config: VllmConfig) -> Pass:
         base.far_tables(config.places, device),
     )
     shared, found = Pass(base.config, *tables), pages_of(config, dtype)
-    memories = attention_layers(base)
+    memories: Any = attention_layers(base)
     page_bytes = max(page.nbytes for page in found.values())
     for number, page in found.items():
         layer: Any = model.get_submodule(f"model.layers.{number}")
@@ -249,8 +252,8 @@ def paged(own: Any, memory: InfiniAttentionMixin, **more) -> PagedAttention:
     """An `own` attention layer of vLLM that keeps its state in pages; `memory`: what computes it,
     whose parameters it gets; `more`: attributes. Its class cannot be swapped in place, for the
     layouts of the two objects differ."""
-    kind = paged_class(type(own))
-    attention: Any = kind.__new__(kind)
+    kind: Any = paged_class(type(own))
+    attention = kind.__new__(kind)
     vars(attention).update(vars(own))
     plain = attention._modules.pop("attn")
     del attention.rotary_emb
