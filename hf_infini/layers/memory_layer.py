@@ -406,19 +406,9 @@ class InfiniAttentionMixin(MemoryLayerMixin):
                 "call the model."
             )
         tables, attend = infini.rotary.get(self.rotary_type), self._attend_in_one_window
-        # of a GPT-2, whose own attention turns nothing
-        turning: dict[str, Any] = {"rotary": tables}
-        if self.turning_function is not None:
-            turning = {"rotary": tables if self.turns_states else None, "turn": self.turn}
-            turning["far_rotary"] = infini.far_rotary.get(self.rotary_type)
         if infini.layouts is not None:
             hidden_states, attend = self.begin(hidden_states, infini)
-
-        def attend_rotated(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions):
-            return attend(
-                query, key, value, replace(options, written_out=infini.return_weights, **turning)
-            )
-
+        attend_turned = self.turning(attend, infini)
         if tables is not None and "position_embeddings" in self.argument_names:
             # with them, the own forward turns nothing
             ones, *sines = (table[None, :1] for table in tables)
@@ -430,9 +420,26 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         given |= {
             "attention_mask": None,
             self.cache_argument: infini.cache,
-            "attend": attend_rotated,
+            "attend": attend_turned,
         }
         return super().forward(hidden_states, **given)
+
+    def turning(self, attend: Attend, infini: SharedInputs) -> Attend:
+        """`attend`, which turns queries and keys by their places in the window; `infini`: what the
+        layers of the call share."""
+        # of a GPT-2, whose own attention turns nothing
+        how: dict[str, Any] = {"rotary": infini.rotary.get(self.rotary_type)}
+        if self.turning_function is not None:
+            how |= {"turn": self.turn, "far_rotary": infini.far_rotary.get(self.rotary_type)}
+            if not self.turns_states:
+                how["rotary"] = None
+
+        def attend_turned(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions):
+            return attend(
+                query, key, value, replace(options, written_out=infini.return_weights, **how)
+            )
+
+        return attend_turned
 
     def _attend_in_one_window(
         self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions
