@@ -141,7 +141,10 @@ class Options:
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
 
 
-@exit_on_error(when_stopped="measured questions are kept; the same command goes on from them")
+@exit_on_error(
+    when_stopped="measured questions are kept; the same command goes on from them, and reads again "
+    "the document that it was at"
+)
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     check_options(options)
@@ -329,6 +332,8 @@ def measure(model, prompter, drawn, lines, options: Options) -> None:
                             continue
                     record = {"way": name, "tokens_held": size}
                     record |= {"set": prepared["set"], "document": prepared["id"]}
+                    tokens = len(document.ids)
+                    bar.set_description(f"{label}, {prepared['id']}, {tokens:,} tokens")
                     for number, document, reading, read in readings(
                         way, prompter, prepared, open_ones or numbers[:1]
                     ):

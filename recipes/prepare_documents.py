@@ -2,11 +2,12 @@ r"""Reads public sets of documents with questions, as they were downloaded, and 
 form for recipes/evaluate_documents.py.
 
     git clone https://github.com/OpenLMLab/LEval downloads/LEval
-    git clone https://github.com/snap-research/LoCoMo downloads/LoCoMo
+    git clone https://github.com/snap-research/locomo downloads/LoCoMo
     python recipes/prepare_documents.py --source downloads --out data/documents
 
-A set is found by where its files lie in its repository, such as data/locomo10.json, anywhere under
---source. OUT gets a file for each set, a line of JSON for each document:
+These are two of the five repositories that sets are read from. A set is found by where its files
+lie in its repository, such as data/locomo10.json, anywhere under --source. OUT gets a file for each
+set, a line of JSON for each document:
 
     {"id", "set", "language", "half", "text", "questions": [
         {"question", "kind": "short" | "choice" | "summary", "answers", "options", "evidence"}]}
@@ -109,12 +110,14 @@ def files_of(options: Options) -> dict[str, list[Path]]:
         if name in (options.sets or SETS)
     }
     missing = [name for name, files in found.items() if not files]
-    if missing and (options.sets or len(missing) == len(found)):
+    if missing:
         needed = "; ".join(
             f"{name}: {' or '.join(SETS[name].files)} of github.com/{SETS[name].repository}"
             for name in missing
         )
-        raise UserError(f"--source {' '.join(options.source)} has no file of a set; {needed}")
+        if options.sets or len(missing) == len(found):
+            raise UserError(f"--source {' '.join(options.source)} has no file of a set; {needed}")
+        print(f"sets that --source has no file of are left out; {needed}", file=sys.stderr)
     return {name: files for name, files in found.items() if files}
 
 

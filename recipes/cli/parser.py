@@ -94,3 +94,6 @@ class OptionParser(HfArgumentParser):
                 metadata["help"] = argparse.SUPPRESS
             shown.type, shown.metadata = types[field.name], metadata
             self._parse_dataclass_field(self.group(title), shown)
+            off = self._option_string_actions.get(f"--no_{field.name}")
+            if off and off.help != argparse.SUPPRESS:  # transformers gives it the help of the other
+                off.help = f"The same as --{field.name} false."

@@ -26,8 +26,9 @@ def choice(entry: dict, where: str) -> Text:
         options = [re.sub(r"^\s*[A-H]\s*[.:)]\s*", "", option).strip() for option in options]
         right = options["ABCDEFGH".index(entry["answer"].strip())]
     except (ValueError, SyntaxError, TypeError, IndexError):
+        said = repr(options) if len(repr(options)) <= 100 else f"{options!r:.100} …"
         raise UserError(
-            f"{where} has the options {options!r:.100} and the answer {entry['answer']!r}, and "
+            f"{where} has the options {said} and the answer {entry['answer']!r}, and "
             "needs a list of texts and the letter of one of them"
         ) from None
     text = entry["content"].strip()

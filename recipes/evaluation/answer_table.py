@@ -92,7 +92,8 @@ def table(rows: Sequence[dict], against: str) -> str:
     columns = {
         "set": lambda row: row["set"],
         "way": lambda row: row["way"],
-        "questions": lambda row: f"{row['questions']:,} of {row['documents']:,}",
+        "documents": lambda row: f"{row['documents']:,}",
+        "questions": lambda row: f"{row['questions']:,}",
         "nats": lambda row: f"{row['nats'].value:.3f}",
         f"above {against}": lambda row: _difference(row, "nats", against),
     }

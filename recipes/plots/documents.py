@@ -20,7 +20,7 @@ def plot_ways(rows: list[dict], against: str, file: Path, subtitle: str) -> None
         places = [sets.index(row["set"]) + (number + 1) / (len(ways) + 1) - 0.5 for row in own]
         above = [row["nats_above"] for row in own]
         spread = [[a.value - a.low for a in above], [a.high - a.value for a in above]]
-        axes.errorbar(
+        drawn = axes.errorbar(
             [a.value for a in above],
             places,
             xerr=spread,
@@ -28,8 +28,8 @@ def plot_ways(rows: list[dict], against: str, file: Path, subtitle: str) -> None
             marker=look.get("marker", "o"),
             linestyle="none",
             capsize=3,
-            label=way,
         )
+        drawn.lines[0].set_label(way)  # the points', which the legend takes
     axes.axvline(0, color=style.GREY, linestyle="--", marker="none")
     axes.set_yticks(range(len(sets)), sets)
     axes.set(ylim=(len(sets) - 0.5, -0.5), xlabel="nats per token of the right answer")

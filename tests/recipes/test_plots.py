@@ -34,3 +34,20 @@ def test_losses_over_millions_of_tokens(drawn):
         *found
     }
     assert "validation at the end: 5.2500 nats per token" in found
+
+
+def test_the_ways_of_documents_have_names_in_the_legend(drawn):
+    from evaluation.bootstrap import Interval
+    from plots.documents import plot_ways
+
+    ways = ["plain", "recall, 2,048", "bm25, 512"]
+    above = Interval(0.1, 0.0, 0.3)
+    rows = [
+        {"set": name, "way": way, "paired": True, "nats_above": above}
+        for name in ("tpo", "qmsum")
+        for way in ways
+    ]
+    plot_ways(rows, "plain", "file", "a model")
+    [legend] = drawn[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ways[1:]
+    assert {"tpo", "qmsum"} <= {*texts(drawn[0])}

@@ -223,6 +223,16 @@ def test_help_shows_the_docstring_as_it_is_written_and_every_option_in_a_group(h
         assert len(found) == len(set(found))
 
 
+def test_the_help_of_what_turns_an_option_off_is_not_that_of_the_option(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    lines = capsys.readouterr().out.splitlines()
+    [(on, off)] = [
+        pair for pair in zip(lines, lines[1:], strict=False) if "--no_shuffle" in pair[1]
+    ]
+    assert "Shuffle." in on and "--shuffle false" in off and "Shuffle." not in off
+
+
 def test_a_list_of_numbers_is_parsed_as_one_of_floats(config):
     argv = ["--kept_shares", "1", "0.5", "--layers", "0", "2"]
     (found,) = parse_options(ModelOptions, description="A test.", argv=argv)

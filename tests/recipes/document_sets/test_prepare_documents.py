@@ -268,6 +268,9 @@ def test_sources_that_are_not_there(raw, prepared, tmp_path, capsys):
     refused(
         recipe.main, ["--source", only, "--sets", "tpo", "qmsum", *out], capsys, "qmsum: data/ALL"
     )
+    recipe.main(["--source", str(only), *map(str, out)])  # others are named, and no error
+    said = capsys.readouterr().err
+    assert "data/locomo10.json of github.com/snap-research/LoCoMo" in said and "tpo:" not in said
     refused(recipe.main, ["--source", raw, "--out", raw], capsys, "holds other files", keeps=raw)
     folder = shutil.copytree(prepared, tmp_path / "changed")
     manifest = folder / "documents.json"
