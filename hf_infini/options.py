@@ -169,7 +169,7 @@ def options_of_cache(cache_tokens: int, **options) -> dict[str, Any]:
     segments = window // segment
     if score == "recent":
         segment, segments = recalling_window(cache_tokens)
-    if score == "recent":  # a text that fits is all seen, as by a plain model
+        # a text that fits is all seen, as by a plain model
         options = {"mask_special_tokens": False, **options}
     return {
         "update_rule": "none",

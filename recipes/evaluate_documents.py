@@ -334,8 +334,8 @@ def measure(model, prompter, drawn, lines, options: Options) -> None:
                     record |= {"set": prepared["set"], "document": prepared["id"]}
                     tokens = len(document.ids)
                     bar.set_description(f"{label}, {prepared['id']}, {tokens:,} tokens")
-                    for number, document, reading, read in readings(
-                        way, prompter, prepared, open_ones or numbers[:1]
+                    for number, whole, reading, read in readings(
+                        way, prompter, prepared, document, open_ones or numbers[:1]
                     ):
                         if (*key, None) not in done:  # of the first reading
                             lines.add({**record, "question": None, **read})
@@ -343,18 +343,20 @@ def measure(model, prompter, drawn, lines, options: Options) -> None:
                         if number not in open_ones:
                             continue
                         entry = prepared["questions"][number]
-                        found = ask(way, reading, document, entry, prompter, options.generate)
+                        found = ask(way, reading, whole, entry, prompter, options.generate)
                         lines.add({**record, "question": number, "kind": entry["kind"], **found})
                         bar.update()
 
 
-def readings(way, prompter, prepared: dict, numbers: list[int]):
+def readings(way, prompter, prepared: dict, document, numbers: list[int]):
     """For the questions with these numbers the document, what the way knows of it, and `seconds`
-    and `tokens` of reading it: once, or for each question where that is in front of the text."""
-    document, reading, read = None, None, {}
+    and `tokens` of reading it: once, or for each question where that is in front of the text. The
+    `document` has no question."""
+    reading, read = None, {}
     for number in numbers:
-        if document is None or prompter.question_first:
+        if prompter.question_first:
             document = prompter.document(prepared, prepared["questions"][number])
+        if not read or prompter.question_first:
             started = time.perf_counter()
             reading = way.read(document)
             seconds = round(time.perf_counter() - started, 3)

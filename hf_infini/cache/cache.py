@@ -130,7 +130,7 @@ class InfiniCache(Cache):
     in_step = False  # whether a compiled step has begun and not ended
 
     def __init__(self, config: PreTrainedConfig, *, archive: bool | str = False):
-        form = None if archive is False else form_of(archive)
+        form = form_of(archive)
         bounded = set(getattr(config, "infini_layers", ()))
         if not bounded:
             raise ValueError(

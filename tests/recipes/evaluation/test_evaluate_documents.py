@@ -165,12 +165,12 @@ def test_what_is_said_before_and_behind_a_document(folder, tmp_path, before, ask
 
 @pytest.mark.parametrize("name", OWN)
 def test_readings_are_made_again_only_where_the_question_comes_first(folder, name):
-    way, prepared, _, prompter = made(folder, name)
+    way, prepared, document, prompter = made(folder, name)
     every = [*range(len(prepared["questions"]))]
     first = prompts.Prompter(prompter.tokenizer, True, before="{}")
     with way.ready(), torch.inference_mode():
         for asking, readings in ((prompter, 1), (first, len(every))):
-            made_of = [*recipe.readings(way, asking, prepared, every)]
+            made_of = [*recipe.readings(way, asking, prepared, document, every)]
             assert [number for number, *_ in made_of] == every
             assert len({id(reading) for _, _, reading, _ in made_of}) == readings
 
