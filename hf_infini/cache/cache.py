@@ -130,7 +130,7 @@ class InfiniCache(Cache):
     in_step = False  # whether a compiled step has begun and not ended
 
     def __init__(self, config: PreTrainedConfig, *, archive: bool | str = False):
-        form = form_of(archive)
+        form = None if archive is False else form_of(archive)  # the module only when it is used
         bounded = set(getattr(config, "infini_layers", ()))
         if not bounded:
             raise ValueError(
