@@ -12,18 +12,30 @@ each after the answer before; a short one comes first and is not measured. Token
 counted as the server says them, over the time from the first request to the last answer. An answer
 that fails ends the measurement. For figures of record let nothing else run.
 
+With `--minutes 60 --process PID` it is load instead: so many clients as the first of --requests
+says send one request after the other, of each of the lengths in turn, and each minute has a row of
+what was answered and of the resident memory of the server's process.
+
 Prints a table and writes OUT, after every measurement.
 """
 
+import itertools
 import json
+import math
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cli import NotPossible, UserError, exit_on_error, needed, option, parse_options
 
+LOAD = "| minute | answers | tokens/s | resident (MiB) |\n| ---: | ---: | ---: | ---: |"
+ROWS = (
+    "| tokens before | requests | sent | tokens/s | first token, median | 95 % |\n"
+    "| ---: | ---: | --- | ---: | ---: | ---: |"
+)
 QUESTION = "\n\nSummarize this text in a few sentences."
 
 
@@ -40,6 +52,8 @@ class Options:
     new_tokens: int = option(64, "Tokens of an answer, at most.", at_least=1)
     key: str = option("none", "Key of the server.")
     timeout: int = option(3600, "Seconds of a request, at most.", at_least=1)
+    minutes: float | None = option(None, "Load for so long, instead of rows.", greater_than=0)
+    process: int | None = option(None, "With --minutes: the server's process.", at_least=1)
 
 
 @dataclass
@@ -58,21 +72,19 @@ def main(argv: list[str] | None = None) -> None:
 
     out = Path(options.out)
     check_place(out, {"rows": list})
-    prompts = parts_of(options)
-    rows = []
+    if (options.minutes is None) != (options.process is None):
+        raise UserError("--minutes and --process belong together: give both, or neither")
+    prompts, found = parts_of(options), []
     answer(options, "Hello")
-    print("| tokens before | requests | sent | tokens/s | first token, median | 95 % |")
-    print("| ---: | ---: | --- | ---: | ---: | ---: |", flush=True)
-    for tokens in options.tokens:
-        for count in options.requests:
-            for sent in options.sent:
-                together = sent == "together"
-                found, seconds = measured(
-                    options, [next(prompts[tokens]) for _ in range(count)], together
-                )
-                rows.append(row_of(tokens, found, seconds, together))
-                print(line_of(rows[-1]), flush=True)
-                write_json(out, {"options": vars(options), "rows": rows})
+    if options.minutes is not None:
+        head, rows, line_of = LOAD, load(options, prompts), line_of_load
+    else:
+        head, rows, line_of = ROWS, rows_of(options, prompts), line_of_row
+    print(head, flush=True)
+    for row in rows:
+        found.append(row)
+        print(line_of(row), flush=True)
+        write_json(out, {"options": vars(options), "rows": found})
     print(out)
 
 
@@ -95,12 +107,51 @@ def parts_of(options: Options) -> dict:
     return {tokens: parts(tokens) for tokens in options.tokens}
 
 
+def rows_of(options: Options, prompts: dict) -> Iterator[dict]:
+    """The rows of the table."""
+    for tokens, count, sent in itertools.product(options.tokens, options.requests, options.sent):
+        together = sent == "together"
+        texts = [next(prompts[tokens]) for _ in range(count)]
+        yield row_of(tokens, *measured(options, texts, together), together)
+
+
 def measured(options: Options, prompts: list[str], together: bool) -> tuple[list[Answer], float]:
     """The answers, and the seconds until the last one."""
     began = time.perf_counter()
     with ThreadPoolExecutor(len(prompts) if together else 1) as pool:
         found = [*pool.map(lambda prompt: answer(options, prompt), prompts)]
     return found, time.perf_counter() - began
+
+
+def load(options: Options, prompts: dict) -> Iterator[dict]:
+    """A row for each minute: the answers so far, tokens a second of those that ended in it, and the
+    resident bytes of the server at its end."""
+    import psutil
+
+    try:
+        process = psutil.Process(options.process)
+        process.memory_info()
+    except psutil.Error as error:
+        raise UserError(f"--process {options.process}: {error}") from error
+    clients, began = options.requests[0], time.monotonic()
+    parts = zip(*prompts.values(), strict=True)  # of each length one, over and over
+    texts = itertools.chain.from_iterable(parts)
+    answers, waiting = 0, set()
+    with ThreadPoolExecutor(clients) as pool:
+        for whole in range(math.ceil(options.minutes)):
+            minute, tokens = min(whole + 1, options.minutes), 0
+            while (left := began + 60 * minute - time.monotonic()) > 0:
+                while len(waiting) < clients:
+                    waiting.add(pool.submit(answer, options, next(texts)))
+                ended, waiting = wait(waiting, left, FIRST_COMPLETED)
+                tokens += sum(each.result().new_tokens for each in ended)
+                answers += len(ended)
+            yield {
+                "minute": minute,
+                "answers": answers,
+                "tokens_per_second": tokens / (60 * (minute - whole)),
+                "resident": process.memory_info().rss,
+            }
 
 
 def answer(options: Options, prompt: str) -> Answer:
@@ -144,7 +195,15 @@ def row_of(tokens: int, found: list[Answer], seconds: float, together: bool) -> 
     }
 
 
-def line_of(row: dict) -> str:
+def line_of_load(row: dict) -> str:
+    """A row of --minutes in Markdown."""
+    return (
+        f"| {row['minute']:g} | {row['answers']:,} | {row['tokens_per_second']:.2f} | "
+        f"{row['resident'] / 2**20:,.0f} |"
+    )
+
+
+def line_of_row(row: dict) -> str:
     """A row in Markdown."""
     sent = "together" if row["together"] else "in turn"
     return (

@@ -1,7 +1,9 @@
 """recipes/benchmark_serving.py against a server of a small model: its rows, and what ends it."""
 
 import json
+import os
 
+import psutil
 import pytest
 
 pytest.importorskip("openai", reason="pip install '.[test]'")
@@ -45,3 +47,18 @@ def test_every_row_has_its_answers(folder):
         assert wrong.returncode == 1 and "said 404" in wrong.stderr
         short = measure(folder, server.address, "--tokens", 10**6, check=False)
         assert short.returncode == 1 and "--text has" in short.stderr
+
+
+def test_a_minute_of_load_has_its_row(folder):
+    with running(folder / "load", slots=2) as server:
+        options = ["--requests", 3, "--tokens", 20, 60, "--new_tokens", 2, "--minutes", 0.1]
+        measure(folder, server.address, *options, "--process", os.getpid())
+        (row,) = json.loads((folder / "out.json").read_text())["rows"]
+        answered = server.api.metrics.tokens.labels("new")._value.get()
+        assert row["minute"] == 0.1 and row["answers"] > 3
+        assert 0 < row["tokens_per_second"] * 6 <= answered
+        assert row["resident"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.5)
+        lonely = measure(folder, server.address, "--minutes", 1, check=False)
+        assert lonely.returncode == 1 and "belong together" in lonely.stderr
+        gone = measure(folder, server.address, *options, "--process", 2**22 + 1, check=False)
+        assert gone.returncode == 1 and "--process 4194305" in gone.stderr
