@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ..ops.int8 import STEP_BYTES, from_int8, to_int8
 from ..ops.recall import (
     BLOCK_TOKENS,
+    LEAST,
     block_relevance,
     have_left,
     in_blocks,
@@ -340,7 +341,7 @@ class Choice(NamedTuple):
 
     numbers: Tensor  # `[tokens]`, ascending, in all of the documents
     ranks: Tensor  # `[tokens]`, of their blocks, [`recalled_numbers`]
-    left: int  # of how many tokens that have left the window
+    left: int  # of how many tokens that have left the window, where all places are filled
 
 
 class Recalled(NamedTuple):
@@ -349,9 +350,10 @@ class Recalled(NamedTuple):
     row: Row
     relevance: Tensor  # of their blocks, [`block_relevance`]
 
-    def choice(self, window: Window) -> Choice | None:
-        """The tokens that fill the places of a window, among those that have left it: of other
-        documents all but sinks, which the row's own has. `None`: it keeps them all anyway."""
+    def choice(self, window: Window, displaced: bool) -> Choice | None:
+        """The tokens that fill the places of a `window`, among those that have left it: of other
+        documents all but sinks, which the row's own has. `None`: it keeps them all anyway.
+        `displaced`: as of [`recall_score`]."""
         first, end = have_left(self.row.tokens, window)
         found = []
         for each in self.row.documents:
@@ -363,7 +365,10 @@ class Recalled(NamedTuple):
         left = int(eligible.sum())
         if left <= places and not self.row.others:
             return None
-        return Choice(*recalled_numbers(self.relevance, eligible, places), left)
+        # a memory has what its state does not keep, which is nothing while there are empty places
+        least = LEAST if displaced else 0
+        numbers, ranks = recalled_numbers(self.relevance, eligible, places, least)
+        return Choice(numbers, ranks, left if len(numbers) == places else len(numbers))
 
 
 def recalled(
@@ -388,7 +393,7 @@ def recalled(
         of_documents = [_terms_of(each.ids, terms) for each in row.documents]
         asked.append(Recalled(row, block_relevance(of_documents, _terms_of(ids, terms))))
     sizes = sorted({*windows.values()}, key=lambda window: -window.kept_tokens)
-    chosen = {window: [each.choice(window) for each in asked] for window in sizes}
+    chosen = {window: [each.choice(window, displaced) for each in asked] for window in sizes}
     # of the first window that does not keep all; the smaller ones have a part of it
     found: list[Any] = []
     for row, *choices in zip(rows, *chosen.values(), strict=True):

@@ -17,7 +17,7 @@ from .checks import check_arguments, check_types
 from .keeping import token_score
 from .keeping.score import TokenScore
 from .positions import rotate
-from .recall import BLOCK_TOKENS, K1, PAIRS, REACH, C
+from .recall import BLOCK_TOKENS, K1, LEAST, PAIRS, REACH, C
 from .rules import memory_rule
 from .state import InfiniState, Tokens, check_shapes
 
@@ -407,15 +407,24 @@ def naive_relevance(terms: list, question: list[int]) -> list[float]:
 
 
 def naive_recalled(
-    relevance: list[float], eligible: list[bool], seen: int, window: Window
+    relevance: list[float],
+    eligible: list[bool],
+    seen: int,
+    window: Window,
+    least: float = LEAST,
 ) -> tuple[list[int], list[int]]:
     """[`recalled_numbers`], token by token, of a document of which so many were `seen`; all that
-    have left the `window` where it keeps them anyway. `relevance`, `eligible`: as there."""
+    have left the `window` where it keeps them anyway. `relevance`, `eligible`, `least`: as
+    there."""
     ranked = sorted(range(len(relevance)), key=lambda b: (-relevance[b], b if relevance[b] else -b))
     rank = [ranked.index(number // BLOCK_TOKENS) for number in range(seen)]
     begun = seen // window.segment_length - window.local_segments
     left = range(window.sink_tokens, max(begun * window.segment_length, 0))
-    best = sorted((rank[number], number) for number in left if eligible[number])
+    left = [number for number in left if eligible[number]]
+    if len(left) > window.kept_tokens:
+        most = max(relevance[number // BLOCK_TOKENS] for number in left)
+        left = [n for n in left if relevance[n // BLOCK_TOKENS] >= least * most]
+    best = sorted((rank[number], number) for number in left)
     numbers = sorted(number for _, number in best[: window.kept_tokens])
     return numbers, [rank[number] for number in numbers]
 

@@ -19,8 +19,9 @@ many in several:
 Of several documents each has its own blocks, which count together; relevance is not spread from one
 document to the next, which is about something else.
 
-The most relevant blocks fill the places of kept tokens; of equal ones the earlier. Where fewer have
-any relevance, the latest tokens fill the rest.
+The most relevant blocks fill the places of kept tokens, of equal ones the earlier; but those whose
+relevance is below LEAST of the highest stay out, and their places empty: what a question did not
+ask for distracts a model from the answer. Where no block has any, the latest tokens fill them.
 """
 
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ BLOCK_TOKENS = 64  # B
 REACH = 3  # blocks before and after
 K1, C = 1.5, 0.75
 PAIRS = 0.5  # what a pair of terms counts for
+LEAST = 0.15  # of the highest relevance
 
 
 def block_relevance(terms: Tensor | Sequence[Tensor], question: Tensor) -> Tensor:
@@ -85,7 +87,9 @@ def in_blocks(of_tokens: Tensor, filler: int) -> Tensor:
     )
 
 
-def recalled_numbers(relevance: Tensor, eligible: Tensor, places: int) -> tuple[Tensor, Tensor]:
+def recalled_numbers(
+    relevance: Tensor, eligible: Tensor, places: int, least: float = LEAST
+) -> tuple[Tensor, Tensor]:
     """The numbers of the tokens that fill so many places, `[places or fewer]`, ascending, and the
     rank of the block of each, 0 for the most relevant one.
 
@@ -93,6 +97,8 @@ def recalled_numbers(relevance: Tensor, eligible: Tensor, places: int) -> tuple[
         relevance: [`block_relevance`].
         eligible: `[tokens]` bool, which tokens of the document may be recalled.
         places: how many.
+        least: the share of the highest relevance, among blocks with eligible tokens, that a block
+            needs; 0: none.
     """
     blocks = torch.arange(len(relevance))
     # of equal ones the earlier; without any, the later
@@ -101,6 +107,8 @@ def recalled_numbers(relevance: Tensor, eligible: Tensor, places: int) -> tuple[
     numbers = order.unsqueeze(1) * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
     inside = numbers < len(eligible)  # of the last block
     allowed = inside & eligible[numbers.where(inside, 0)]
+    possible = relevance[order].where(allowed.any(1), 0)
+    allowed &= (possible >= least * possible.max()).unsqueeze(1)
     ranks = blocks.unsqueeze(1).expand_as(numbers)[allowed]
     numbers, by_number = numbers[allowed][:places].sort()
     return numbers, ranks[:places][by_number]

@@ -12,7 +12,7 @@ from hf_infini import InfiniCache, patch_model
 from hf_infini.cache.files import MemoryFileError
 from hf_infini.compat.cache_name import CACHE
 from hf_infini.ops.naive import naive_recalled, naive_relevance
-from hf_infini.ops.recall import block_relevance, have_left, recalled_numbers
+from hf_infini.ops.recall import LEAST, block_relevance, have_left, recalled_numbers
 from hf_infini.options import Window
 
 WINDOW = dict(segment_length=16, local_segments=1, sink_tokens=2, kept_tokens=90)
@@ -66,10 +66,13 @@ def test_relevance_and_choice_are_those_of_the_reference(seed):
     torch.testing.assert_close(relevance, wanted, atol=1e-9, rtol=1e-9)  # float64
     window = Window(*(draw.randrange(least, 40) for least in (3, 0, 0, 1)))
     eligible = [draw.random() < 0.9 for _ in range(tokens)]
-    numbers, ranks = naive_recalled(relevance.tolist(), eligible, tokens, window)
+    least = draw.choice([0, 0.1, 0.2, 0.5, 0.9])
+    numbers, ranks = naive_recalled(relevance.tolist(), eligible, tokens, window, least)
     first, end = have_left(tokens, window)
     left = torch.tensor(eligible) & (torch.arange(tokens) >= first) & (torch.arange(tokens) < end)
-    found = recalled_numbers(relevance, left, window.kept_tokens)
+    if int(left.sum()) <= window.kept_tokens:  # what fits is kept without a recall
+        least = 0
+    found = recalled_numbers(relevance, left, window.kept_tokens, least)
     assert found[0].tolist() == numbers and found[1].tolist() == ranks
 
 
@@ -161,6 +164,37 @@ def test_recalled_tokens_have_the_keys_and_values_that_were_read(shares):
         strict=True,
     ):
         torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("update_rule", ["none", "linear"])
+def test_places_for_which_nothing_is_relevant_enough_stay_empty(update_rule):
+    """Beside a row that fills its places: steps, and what is read then, as in one call."""
+    model, ids = patched(update_rule=update_rule, kept_tokens=500), text(2)
+    ids[ids == 96] = 95
+    ids[0, 200:203] = 96
+    cache = read(model, ids[:, :600]).recall([[96], ids[1, 40:48]])
+    relevance = naive_relevance(ids[0, :600].tolist(), [96])
+    for number, window in cache.windows.items():
+        least = {"none": LEAST, "linear": 0}[update_rule]
+        numbers, _ = naive_recalled(relevance, [True] * 600, 600, window, least)
+        found = cache.layers[number].state.kept_position[:, 0]
+        assert found[0][found[0] >= 0].tolist() == numbers
+        filled = (found >= 0).sum(1).tolist()
+        # seven blocks about the term, without sinks
+        assert filled == ([446, 500] if update_rule == "none" else [500, 500])
+    whole, steps, rest = copy.copy(cache), copy.copy(cache), ids[:, 600:]
+    with torch.no_grad():
+        wanted = model(input_ids=rest, use_cache=True, **{CACHE: whole}).logits
+        found = [
+            model(input_ids=rest[:, [at]], use_cache=True, **{CACHE: steps}).logits
+            for at in range(rest.shape[1])
+        ]
+    torch.testing.assert_close(torch.cat(found, 1), wanted, atol=1e-4, rtol=1e-4)
+    assert all(map(torch.equal, *map(kept, (whole, steps))))
+    for number, window in cache.windows.items():  # what has left the window is there now
+        first, end = have_left(700, window)
+        there = whole.layers[number].state.kept_position[0, 0]
+        assert update_rule != "none" or set(range(end - 50, end)) <= set(there.tolist())
 
 
 @pytest.mark.parametrize("tokens", [90, 140, 170])
