@@ -237,7 +237,9 @@ class InfiniCache(Cache):
     def recall(self, question: Tensor | Sequence, *, terms: Tensor | None = None) -> "InfiniCache":
         """A copy of the cache in which what a question asks for takes the places of kept tokens:
         the blocks of 64 tokens that share its rarest terms, [`block_relevance`], in all layers
-        alike. Give it the question next. Where all tokens are in sight anyway it changes nothing.
+        alike; without a memory, places stay empty rather than hold blocks that are far less
+        relevant than the best. Give it the question next. Where all tokens are in sight anyway it
+        changes nothing.
 
         Args:
             question: the ids of what is asked, `[tokens]` for all rows, or one of these for each.
