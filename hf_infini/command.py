@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from huggingface_hub.constants import HF_HOME
@@ -17,6 +17,24 @@ from .cache.cache import InfiniCache
 from .models.loading import load_config
 from .options import context_limit
 from .tools import cache_folder
+from .tools.arguments import (
+    Adapter,
+    Archived,
+    ArchivedInt8,
+    Device,
+    Documents,
+    Dtype,
+    EightBits,
+    FourBits,
+    KeptTokens,
+    Model,
+    NewTokens,
+    OwnTemperature,
+    Penalty,
+    Temperature,
+    archive_of,
+    bits_of,
+)
 from .tools.documents import files_in, read_document, read_documents
 from .tools.estimate import estimate as estimate_cache
 from .tools.estimate import weight_bytes
@@ -24,7 +42,7 @@ from .tools.inspection import inspect_attention
 from .tools.inspection.page import farthest, inspection_page
 from .tools.one_line import TRACEBACK, run, say, while_
 from .tools.outputs import check_output, replacing
-from .tools.reader import COLDEST, HOTTEST, SOURCES, Reader
+from .tools.reader import SOURCES, Reader
 from .tools.ready import (
     KEPT_TOKENS,
     WINDOW,
@@ -51,83 +69,6 @@ def _drawn(temperature: float) -> dict[str, Any]:
     """How `generate` draws tokens at a temperature."""
     return {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
 
-
-def _temperature(given: float | None) -> float | None:
-    if given and not COLDEST <= given <= HOTTEST:
-        raise typer.BadParameter(f"{given} is neither 0 nor from {COLDEST} to {HOTTEST:g}.")
-    return given
-
-
-Model = Annotated[
-    str,
-    typer.Argument(help="A causal language model: folder, GGUF file or name on the Hub."),
-]
-Documents = Annotated[
-    list[Path],
-    typer.Argument(
-        help="Text, Markdown, HTML or PDF, or folders of them; several are read as one.",
-        exists=True,
-    ),
-]
-Adapter = Annotated[
-    str | None, typer.Option(help="Fitted memory of the model: folder or name on the Hub.")
-]
-KeptTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help=f"Tokens that a head keeps on average. [default: {KEPT_TOKENS}, or the adapter's]",
-    ),
-]
-Archived = Annotated[
-    bool | None,
-    typer.Option(
-        "--archive/--no-archive",
-        help="Keep all that is read on the disk, from where each question recalls what it asks "
-        "for. Without: what the cache did not keep is gone. [default: archive]",
-    ),
-]
-ArchivedInt8 = Annotated[
-    bool,
-    typer.Option(
-        "--archive-int8",
-        help="An archive in 8 bits: about half the bytes of a 16-bit model's; what is recalled is "
-        "rounded.",
-    ),
-]
-HOW_WARM = f"From {COLDEST} to {HOTTEST:g} tokens are drawn; 0: the likeliest."
-Temperature = Annotated[
-    float,
-    typer.Option(
-        help=HOW_WARM,
-        callback=_temperature,
-    ),
-]
-Penalty = Annotated[
-    float | None,
-    typer.Option(
-        min=0.1,
-        max=10,
-        help="Above 1: tokens that were there become less likely. [default: the model's own]",
-    ),
-]
-NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: a GPU where there is one.")]
-Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option(help="Type of the weights; auto: as they are saved."),
-]
-FourBits = Annotated[
-    bool,
-    typer.Option(
-        "--load-in-4bit",
-        help="Bring the weights into 4 bits (bitsandbytes): a quarter of the memory of 16, and "
-        "answers change a little.",
-    ),
-]
-EightBits = Annotated[
-    bool, typer.Option("--load-in-8bit", help="Bring the weights into 8 bits (bitsandbytes).")
-]
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
@@ -164,13 +105,7 @@ def ask(
         bool, typer.Option(help="The model's own template, or plain questions and answers.")
     ] = True,
     max_new_tokens: NewTokens = 300,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help=f"{HOW_WARM} [default: as the model's own settings say]",
-            callback=_temperature,
-        ),
-    ] = None,
+    temperature: OwnTemperature = None,
     repetition_penalty: Penalty = None,
     sources: Annotated[
         bool, typer.Option(help="Show the passages that each answer looked at first.")
@@ -193,7 +128,7 @@ def ask(
     documents = files_in(documents)
     if memory is not None:
         check_output("--memory", memory, *documents)
-    bits, archived = _bits(load_in_4bit, load_in_8bit), _archive(archive, archive_int8)
+    bits, archived = bits_of(load_in_4bit, load_in_8bit), archive_of(archive, archive_int8)
     texts = _texts_of(documents)
     apart = len(texts) > 1 and memory is None
     whole = "\n\n".join(texts)
@@ -269,7 +204,7 @@ def read(
 ) -> None:
     """Reads documents once, and writes a memory file for `continue`, and its archive."""
     check_output("--out", out, *files_in(documents))
-    bits, archived = _bits(load_in_4bit, load_in_8bit), _archive(archive, archive_int8)
+    bits, archived = bits_of(load_in_4bit, load_in_8bit), archive_of(archive, archive_int8)
     text = _text_of(documents)
     ready = _load(model, adapter, kept_tokens, device, dtype, text, archived, out, bits=bits)
     net, tokenizer, archived = ready
@@ -310,7 +245,7 @@ def go_on(
     Text and memory are tokenised apart: begin with the space or line break that belongs between
     them.
     """
-    bits = _bits(load_in_4bit, load_in_8bit)
+    bits = bits_of(load_in_4bit, load_in_8bit)
     ready = _load(model, adapter, kept_tokens, device, dtype, None, archive, memory, bits=bits)
     net, tokenizer, _ = ready
     with while_("loading the memory file", memory, "`hf-infini read` writes it again."):
@@ -392,7 +327,7 @@ def estimate(
     Only the model's configuration is needed."""
     with while_("reading the configuration of", model, lambda: what_helps(model)):
         config = load_config(model)
-    options: dict[str, Any] = {"archive": _archive(True, archive_int8)}
+    options: dict[str, Any] = {"archive": archive_of(True, archive_int8)}
     if not has_memory(model, config, None, kept_tokens):
         options |= WINDOW | {"kept_tokens": kept_tokens or KEPT_TOKENS}
         options["update_rule"] = "none"
@@ -506,7 +441,7 @@ def demo(
     and the passages that an answer looked at."""
     from .tools.demo import STYLE, Demo
 
-    bits, archived = _bits(load_in_4bit, load_in_8bit), _archive(archive, archive_int8)
+    bits, archived = bits_of(load_in_4bit, load_in_8bit), archive_of(archive, archive_int8)
     ready = _load(model, adapter, kept_tokens, device, dtype, archive=archived, bits=bits)
     net, tokenizer, archived = ready
     with while_("serving the page on", f"--port {port}", kept="the page is closed"):
@@ -564,7 +499,7 @@ def serve(
         grace=grace,
     )
     settings.key_to_ask_for()  # now, and not when the model is there
-    bits, archived = _bits(load_in_4bit, load_in_8bit), _archive(archive, archive_int8)
+    bits, archived = bits_of(load_in_4bit, load_in_8bit), archive_of(archive, archive_int8)
     ready = _load(model, adapter, kept_tokens, device, dtype, archive=archived, bits=bits)
     net, tokenizer, archived = ready
     with while_("serving on", f"--host {host} --port {port}", kept="documents are kept"):
@@ -629,20 +564,6 @@ def _texts_of(documents: list[Path]) -> dict[str, str]:
 def _load(model: str, adapter, kept_tokens, device: str, dtype: str, *what, **else_):
     """[`load_ready`], with the fitted scores of the cache folder."""
     return load_ready(model, adapter, kept_tokens, device, dtype, KEPT / "scores", *what, **else_)
-
-
-def _archive(archive: bool | None, archive_int8: bool) -> bool | str | None:
-    """How the command was asked to archive what is read; ValueError for two ways."""
-    if archive_int8 and archive is False:
-        raise ValueError("give one of --no-archive and --archive-int8, not both.")
-    return "int8" if archive_int8 else archive
-
-
-def _bits(load_in_4bit: bool, load_in_8bit: bool) -> int | None:
-    """The bits of a weight that the command was asked for; ValueError for both."""
-    if load_in_4bit and load_in_8bit:
-        raise ValueError("give one of --load-in-4bit and --load-in-8bit, not both.")
-    return 4 if load_in_4bit else 8 if load_in_8bit else None
 
 
 def _places(config, kept: bool) -> int | None:

@@ -261,7 +261,7 @@ def test_a_temperature_at_which_nothing_can_be_drawn_is_refused(value, folders, 
 
 def test_the_coldest_temperature_draws(folders, run, tmp_path):
     run("read", folders["memory"], folders["play.txt"], "--out", tmp_path / "memory")
-    for value in (command.COLDEST, command.HOTTEST):
+    for value in (reader.COLDEST, reader.HOTTEST):
         words = ["--temperature", value, "--max-new-tokens", 2]
         run("continue", folders["memory"], tmp_path / "memory", " The", *words)
 
