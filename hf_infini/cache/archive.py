@@ -21,6 +21,7 @@ from ..ops.int8 import STEP_BYTES, from_int8, to_int8
 from ..ops.recall import (
     BLOCK_TOKENS,
     LEAST,
+    Terms,
     block_relevance,
     have_left,
     in_blocks,
@@ -374,7 +375,7 @@ class Recalled(NamedTuple):
 def recalled(
     rows: Sequence[Row],
     question: Tensor | Sequence,
-    terms: Tensor | None,
+    terms: Tensor | Terms | None,
     states: dict[int, InfiniState],
     windows: dict[int, Window],
     displaced: bool,
@@ -387,7 +388,6 @@ def recalled(
         states, windows: by layer, of those that keep tokens.
         displaced: as of [`recall_score`].
     """
-    terms = None if terms is None else terms.cpu()
     asked = []
     for row, ids in zip(rows, questions_of(question, len(rows)), strict=True):
         of_documents = [_terms_of(each.ids, terms) for each in row.documents]
@@ -440,12 +440,15 @@ def kept_blocks(state: InfiniState, window: Window, row: int) -> list[Tensor]:
     return [block for block, _ in sorted(blocks, key=lambda pair: -float(pair[1].max()))]
 
 
-def _terms_of(ids: Tensor, terms: Tensor | None) -> Tensor:
-    """The terms of ids; −1 for embeddings, and for ids beyond the vocabulary."""
+def _terms_of(ids: Tensor, terms: Tensor | Terms | None) -> Tensor:
+    """The terms of ids, of [`block_relevance`]; −1 for embeddings, and for ids beyond the
+    vocabulary."""
+    if isinstance(terms, Terms):
+        return terms.of(ids)
     if terms is None:
         return ids.clamp(min=-1)
     known = (ids >= 0) & (ids < len(terms))
-    return torch.where(known, terms[ids.where(known, 0)], -1)
+    return torch.where(known, terms.cpu()[ids.where(known, 0)], -1)
 
 
 def questions_of(question: Tensor | Sequence, rows: int) -> list[Tensor]:

@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
 from ..ops.checks import check_types
+from ..ops.recall import Terms
 from ..ops.rules import RULES
 from ..ops.state import InfiniState
 from ..options import MemoryOptions, check_number, key_heads
@@ -234,7 +235,9 @@ class InfiniCache(Cache):
             self.archive = self.archive.chosen(function(torch.arange(len(rows))).tolist())
 
     @check_types
-    def recall(self, question: Tensor | Sequence, *, terms: Tensor | None = None) -> "InfiniCache":
+    def recall(
+        self, question: Tensor | Sequence, *, terms: Tensor | Terms | None = None
+    ) -> "InfiniCache":
         """A copy of the cache in which what a question asks for takes the places of kept tokens:
         the blocks of 64 tokens that share its rarest terms, [`block_relevance`], in all layers
         alike; without a memory, places stay empty rather than hold blocks that are far less
@@ -243,8 +246,9 @@ class InfiniCache(Cache):
 
         Args:
             question: the ids of what is asked, `[tokens]` for all rows, or one of these for each.
-            terms: of each id of the vocabulary its term, `[vocabulary]`, int64; −1: none. `None`:
-                each is one. [`Reader`] has those that do not differ in case or a space.
+            terms: what the ids of the vocabulary mean, such as `Reader.terms`, by which words count
+                too, whatever their endings; or of each id its term, `[vocabulary]`, int64, −1:
+                none. `None`: each is one.
 
         Raises:
             ValueError: nothing is archived, or there are not as many questions as rows.

@@ -1,9 +1,11 @@
 """Infini-attention straight from the equations, token by token, with every option. Slow, obvious,
 and the reference of every test: of the code that it judges it uses nothing."""
 
+import bisect
 import itertools
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from .checks import check_arguments, check_types
 from .keeping import token_score
 from .keeping.score import TokenScore
 from .positions import rotate
-from .recall import BLOCK_TOKENS, K1, LEAST, PAIRS, REACH, C
+from .recall import BLOCK_TOKENS, K1, LEAST, LETTERS, PAIRS, REACH, WORDS, C
 from .rules import memory_rule
 from .state import InfiniState, Tokens, check_shapes
 
@@ -372,9 +374,29 @@ class _Head:
         }
 
 
-def naive_relevance(terms: list, question: list[int]) -> list[float]:
-    """[`block_relevance`] of lists, term by term. `terms`, `question`: as there."""
-    documents = [terms] if not terms or isinstance(terms[0], int) else terms
+def naive_words(texts: list[str | None]) -> list[str | None]:
+    """The words of [`Terms.of`]: of each token, whose `texts` these are, the first letters of the
+    last word that begins in it. `None`: no text, and no word."""
+    text = "".join("\0" if each is None else each for each in texts)
+    begins = [0, *itertools.accumulate(1 if each is None else len(each) for each in texts)]
+    found: list[str | None] = [None] * len(texts)
+    for word in re.finditer(r"[^\W_]+", text):
+        token = bisect.bisect_right(begins, word.start()) - 1
+        found[token] = word.group()[:LETTERS]
+    return found
+
+
+def naive_relevance(
+    terms: list,
+    question: list,
+    words: list | None = None,
+    asked_words: Sequence = (),
+) -> list[float]:
+    """[`block_relevance`] of lists, term by term. `terms`, `question`: as there; `words`,
+    `asked_words`: of both the words, −1 for none; without, there are none."""
+    several = bool(terms) and isinstance(terms[0], list)
+    documents = terms if several else [terms]
+    of_words = [[]] * len(documents) if words is None else words if several else [words]
     places = [(n, at) for n, own in enumerate(documents) for at in range(0, len(own), BLOCK_TOKENS)]
 
     def paired(of_tokens: list) -> list:
@@ -386,7 +408,7 @@ def naive_relevance(terms: list, question: list[int]) -> list[float]:
         pairs = zip(of_tokens, after, strict=True)
         return [pair if min(pair) >= 0 else -1 for pair in pairs]
 
-    def bm25(documents: list, question: list) -> list[float]:
+    def bm25(documents: list, question: Sequence) -> list[float]:
         blocks = [documents[number][at : at + BLOCK_TOKENS] for number, at in places]
         blocks = [[term for term in block if term != -1] for block in blocks]
         mean = max(sum(map(len, blocks)) / max(len(blocks), 1), 1)
@@ -399,9 +421,10 @@ def naive_relevance(terms: list, question: list[int]) -> list[float]:
                 found[number] += rarity * often * (K1 + 1) / (often + K1 * length)
         return found
 
+    kinds = bm25(documents, question), bm25(of_words, asked_words)
     of_pairs = bm25([*map(paired, documents)], paired(question))
-    both = zip(places, bm25(documents, question), of_pairs, strict=True)
-    own = {place: (terms + PAIRS * pairs) ** 2 for place, terms, pairs in both}
+    both = zip(places, *kinds, of_pairs, strict=True)
+    own = {place: (one + WORDS * word + PAIRS * pair) ** 2 for place, one, word, pair in both}
     near = [(BLOCK_TOKENS * d, 1 - abs(d) / (REACH + 1)) for d in range(-REACH, REACH + 1)]
     return [sum(share * own.get((n, at + far), 0) for far, share in near) for n, at in own]
 

@@ -8,11 +8,14 @@ The document is cut into blocks of B tokens, by their numbers. A block's relevan
     idf(t)  = log(1 + (blocks − df + 1/2) / (df + 1/2))
 
 with f the times that t is in b, df the blocks that have it, n the terms of b and n̄ their mean.
-Numbers, identifiers and rare names are many tokens, each of which is common, so two terms that
-follow each other (tokens without a term between them do not count) are a third kind of term: the
-BM25 of these pairs, each in the block of its first term, is added by half. What answers a question
-is often beside what shares words with it, and several of its words in one block say more than as
-many in several:
+Three kinds of terms are counted, each for itself, and their BM25 added up: tokens; words by their
+first LETTERS letters, which inflection mostly leaves ([`Terms`]), each in the block where it
+begins; and pairs of tokens that follow each other (those that are no term between them do not
+count), each in the block of its first one, for numbers, identifiers and rare names are many tokens,
+each of which is common.
+
+What answers a question is often beside what shares words with it, and several of its words in one
+block say more than as many in several:
 
     relevance(b) = Σ over |d| ≤ REACH of (1 − |d| / (REACH + 1)) · bm25(b + d)²
 
@@ -24,7 +27,8 @@ relevance is below LEAST of the highest stay out, and their places empty: what a
 ask for distracts a model from the answer. Where no block has any, the latest tokens fill them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +39,66 @@ from ..options import Window
 BLOCK_TOKENS = 64  # B
 REACH = 3  # blocks before and after
 K1, C = 1.5, 0.75
-PAIRS = 0.5  # what a pair of terms counts for
+FOR_LETTERS = 1_000_003  # a prime
+LETTERS = 5  # of a word
+WORDS, PAIRS = 1.0, 0.5  # what these count for beside a token
 LEAST = 0.15  # of the highest relevance
+
+
+class Terms(NamedTuple):
+    """What the ids of a vocabulary are to a recall. Letters are their numbers in Unicode, and 0 for
+    none; digits are letters, too."""
+
+    tokens: Tensor  # `[vocabulary]`, int64: the term that the token is; −1: none
+    first: Tensor  # `[vocabulary, LETTERS]`: of the word that may have begun before it
+    begun: Tensor  # `[vocabulary, LETTERS]`: of the last word that begins in it behind other signs
+    ends_inside: Tensor  # `[vocabulary]` bool: whether there is more than letters in it
+    ends_open: Tensor  # `[vocabulary]` bool: whether it ends with a letter
+
+    @classmethod
+    def of_texts(cls, texts: Iterable[str]) -> "Terms":
+        """Of a vocabulary with these texts, in small letters; of those that are no text: ""."""
+        known: dict[str, int] = {}
+        tokens, first, begun, inside, open_ = [], [], [], [], []
+        for text in texts:
+            words = "".join(sign if sign.isalnum() else " " for sign in text)
+            parts = words.split(" ")
+            means = bool(words.strip())
+            tokens.append(known.setdefault(text.strip(), len(known)) if means else -1)
+            first.append(_numbers(parts[0]))
+            begun.append(_numbers(next((part for part in reversed(parts[1:]) if part), "")))
+            inside.append(len(parts) > 1)
+            open_.append(bool(parts[-1]))
+        found = map(torch.tensor, (tokens, first, begun, inside, open_))
+        return cls(*found)
+
+    def of(self, ids: Tensor) -> Tensor:
+        """The terms of ids `[tokens]`, and the words that begin in them, `[2, tokens]`, int64; −1:
+        none. An id that the vocabulary does not have ends a word."""
+        known = (ids >= 0) & (ids < len(self.tokens))
+        at, unknown = ids.where(known, 0), ~known.unsqueeze(1)
+        first = self.first[at].masked_fill(unknown, 0)
+        begun = self.begun[at].masked_fill(unknown, 0)
+        ends_open = self.ends_open[at] & known
+        alone = F.pad(ends_open, (1, 0))[:-1].logical_not().unsqueeze(1)
+        word = begun.where(begun[:, :1] > 0, first * alone)
+        goes_on = ends_open & (word[:, 0] > 0)
+        for step in range(1, LETTERS):
+            more = F.pad(first, (0, 0, 0, step))[step:]
+            goes_on = goes_on & (more[:, 0] > 0)
+            place = torch.arange(LETTERS) - (word > 0).sum(1, keepdim=True)
+            behind = (place >= 0) & goes_on.unsqueeze(1)
+            word = torch.where(behind, more.gather(1, place.clamp(min=0)), word)
+            goes_on = goes_on & F.pad(~self.ends_inside[at] & known, (0, step))[step:]
+        number = torch.zeros_like(ids)
+        for letter in word.unbind(1):
+            number = (number * FOR_LETTERS + letter) % 2**61  # of different words hardly ever alike
+        words = torch.where(word[:, 0] > 0, number, -1)
+        return torch.stack([self.tokens[at].where(known, -1), words])
+
+
+def _numbers(word: str) -> list[int]:
+    return [ord(sign) for sign in word[:LETTERS].ljust(LETTERS, "\0")]
 
 
 def block_relevance(terms: Tensor | Sequence[Tensor], question: Tensor) -> Tensor:
@@ -44,14 +106,18 @@ def block_relevance(terms: Tensor | Sequence[Tensor], question: Tensor) -> Tenso
     float64.
 
     Args:
-        terms: of the document's tokens, `[tokens]`, int64; −1: none; or of each document's.
-        question: of the question's, `[tokens]`, int64; −1: none.
+        terms: of the document's tokens, `[tokens]`, int64, or with words, [`Terms.of`], `[2,
+            tokens]`; −1: none; or of each document's.
+        question: of the question's, likewise.
     """
     documents = [terms] if isinstance(terms, Tensor) else terms
-    pairs = _bm25([_paired(each) for each in documents], _paired(question))
-    bm25 = _bm25(documents, question) + PAIRS * pairs
+    kinds = [*zip(*(each if each.dim() == 2 else each[None] for each in documents), strict=True)]
+    asked = question if question.dim() == 2 else question[None]
+    bm25 = PAIRS * _bm25([_paired(each) for each in kinds[0]], _paired(asked[0]))
+    for weight, kind, own in zip((1, WORDS)[: len(kinds)], kinds, asked, strict=True):
+        bm25 += weight * _bm25(kind, own)
     weights = 1 - torch.arange(-REACH, REACH + 1, dtype=torch.float64).abs() / (REACH + 1)
-    own = bm25.square().split([-(-len(each) // BLOCK_TOKENS) for each in documents])
+    own = bm25.square().split([-(-each.shape[-1] // BLOCK_TOKENS) for each in documents])
     near = (F.pad(each, (REACH, REACH)).unfold(0, 2 * REACH + 1, 1) for each in own)
     return torch.cat([each @ weights for each in near])
 

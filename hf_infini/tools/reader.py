@@ -29,6 +29,7 @@ from ..compat.cache_name import CACHE, cache_of
 from ..models.loading import fingerprint, opening
 from ..models.structure import decoder_of
 from ..ops.checks import Model, check_types
+from ..ops.recall import Terms
 from ..ops.rules import RULES
 from ..options import check_number
 from .text_file import TextFile
@@ -367,7 +368,7 @@ class Reader:
         return self.tokenizer.batch_decode(new, skip_special_tokens=True)
 
     @property
-    def terms(self) -> torch.Tensor:
+    def terms(self) -> Terms:
         """[`term_numbers`] of the tokenizer."""
         return term_numbers(self.tokenizer)
 
@@ -580,10 +581,9 @@ def passages_of(
             yield Passage(document.number, places, text)
 
 
-def term_numbers(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """The `terms` of [`InfiniCache.recall`], `[vocabulary]`, of a `tokenizer`: tokens that differ
-    in case or a space only are one term; special ones, and those without a letter or digit, are
-    none (−1)."""
+def term_numbers(tokenizer: PreTrainedTokenizerBase) -> Terms:
+    """The `terms` of [`InfiniCache.recall`] of a `tokenizer`: tokens that differ in case or a space
+    only are one term; special ones, and those without a letter or digit, are none (−1)."""
     vocabulary = len(tokenizer), tuple(tokenizer.all_special_ids)  # which may grow
     with _TERMS_LOCK:  # threads that wait for it need not make it
         known = _TERMS.get(tokenizer)
@@ -593,18 +593,18 @@ def term_numbers(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
 
 
 # of each tokenizer, for as long as it is there: a large vocabulary takes a second
-_TERMS: weakref.WeakKeyDictionary[Any, tuple[tuple, torch.Tensor]] = weakref.WeakKeyDictionary()
+_TERMS: weakref.WeakKeyDictionary[Any, tuple[tuple, Terms]] = weakref.WeakKeyDictionary()
 _TERMS_LOCK = threading.Lock()
 
 
-def _term_numbers(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    words: list[str] = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
-    special, known, terms = {*tokenizer.all_special_ids}, {}, []
-    for token, text in enumerate(words):
-        word = text.strip().lower()
-        means = token not in special and any(map(str.isalnum, word))
-        terms.append(known.setdefault(word, len(known)) if means else -1)
-    return torch.tensor(terms)
+def _term_numbers(tokenizer: PreTrainedTokenizerBase) -> Terms:
+    special = {*tokenizer.all_special_ids}
+    # some tokenizers leave out the space in front of a text, but not in front of its second half
+    twice: list[str] = tokenizer.batch_decode(
+        [[token, token] for token in range(len(tokenizer))], clean_up_tokenization_spaces=False
+    )
+    texts = (text[len(text) // 2 :].lower() for text in twice)
+    return Terms.of_texts("" if n in special else text for n, text in enumerate(texts))
 
 
 def _checked(text: str) -> str:

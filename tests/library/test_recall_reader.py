@@ -264,13 +264,23 @@ def test_a_disk_that_gets_full_while_it_is_read_keeps_what_was_read(
 
 
 def test_terms_do_not_differ_in_case_or_a_space(tokenizer):
-    terms = term_numbers(tokenizer)
+    terms = term_numbers(tokenizer).tokens
     words = [tokenizer.decode([token]) for token in range(len(tokenizer))]
     alike = [token for token, word in enumerate(words) if word.strip().lower() == "the"]
     assert len(alike) > 1 and len({int(terms[token]) for token in alike}) == 1
     assert terms[alike[0]] >= 0 and terms[words.index(",")] == terms[words.index("!")] == -1
     assert all(terms[token] == -1 for token in tokenizer.all_special_ids)
     assert len(terms) == len(tokenizer)
+
+
+def test_words_are_those_of_the_text(tokenizer):
+    text = "The opening of the Museum was opened, at 10:45, by Ms. O'Brien-Smith; it's open."
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    words = term_numbers(tokenizer).of(torch.tensor(ids))[1]
+    said = [word[:5] for word in re.findall(r"[^\W_]+", text.lower())]
+    found = words[words >= 0].tolist()
+    assert len(said) == len(found) == 18
+    assert len({*zip(said, found, strict=True)}) == len({*said}) == len({*found})
 
 
 def test_terms_are_made_once_for_a_tokenizer(model, tokenizer):
@@ -288,7 +298,8 @@ def test_terms_are_made_once_for_a_tokenizer(model, tokenizer):
         made = [*pool.map(lambda reader: reader.terms, readers), term_numbers(own)]
     assert len(calls) == 1 and all(each is made[0] for each in made)
     own.add_tokens(["zinnias2"])
-    assert len(term_numbers(own)) == len(own) == len(made[0]) + 1 and len(calls) == 2
+    assert len(term_numbers(own).tokens) == len(own) == len(made[0].tokens) + 1
+    assert len(calls) == 2
     gone = weakref.ref(own)
     del own, readers
     gc.collect()
