@@ -27,6 +27,7 @@ relevance is below LEAST of the highest stay out, and their places empty: what a
 ask for distracts a model from the answer. Where no block has any, the latest tokens fill them.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ BLOCK_TOKENS = 64  # B
 REACH = 3  # blocks before and after
 K1, C = 1.5, 0.75
 FOR_LETTERS = 1_000_003  # a prime
+OTHER_SIGNS = re.compile(r"[\W_]+")  # than letters and digits
 LETTERS = 5  # of a word
 WORDS, PAIRS = 1.0, 0.5  # what these count for beside a token
 LEAST = 0.15  # of the highest relevance
@@ -61,44 +63,61 @@ class Terms(NamedTuple):
         known: dict[str, int] = {}
         tokens, first, begun, inside, open_ = [], [], [], [], []
         for text in texts:
-            words = "".join(sign if sign.isalnum() else " " for sign in text)
-            parts = words.split(" ")
-            means = bool(words.strip())
+            parts = OTHER_SIGNS.split(text)
+            means = any(parts)
             tokens.append(known.setdefault(text.strip(), len(known)) if means else -1)
-            first.append(_numbers(parts[0]))
-            begun.append(_numbers(next((part for part in reversed(parts[1:]) if part), "")))
+            first.append(parts[0])
+            begun.append(next((part for part in reversed(parts[1:]) if part), ""))
             inside.append(len(parts) > 1)
             open_.append(bool(parts[-1]))
-        found = map(torch.tensor, (tokens, first, begun, inside, open_))
-        return cls(*found)
+        flags = map(torch.tensor, (inside, open_))
+        return cls(torch.tensor(tokens), _letters(first), _letters(begun), *flags)
 
     def of(self, ids: Tensor) -> Tensor:
         """The terms of ids `[tokens]`, and the words that begin in them, `[2, tokens]`, int64; −1:
         none. An id that the vocabulary does not have ends a word."""
         known = (ids >= 0) & (ids < len(self.tokens))
-        at, unknown = ids.where(known, 0), ~known.unsqueeze(1)
-        first = self.first[at].masked_fill(unknown, 0)
-        begun = self.begun[at].masked_fill(unknown, 0)
+        at = ids.where(known, 0)
         ends_open = self.ends_open[at] & known
-        alone = F.pad(ends_open, (1, 0))[:-1].logical_not().unsqueeze(1)
-        word = begun.where(begun[:, :1] > 0, first * alone)
-        goes_on = ends_open & (word[:, 0] > 0)
+        words = torch.cat([self.first, self.begun])  # of the vocabulary, each of a single token
+        begins = self.begun[:, 0] > 0
+        which = at + len(self.tokens) * begins[at]
+        alone = F.pad(ends_open, (1, 0))[:-1].logical_not()
+        is_word = known & (words[:, 0] > 0)[which] & (alone | begins[at])
+        number = _numbers(words)[which]
+        # those that may go on in the next tokens
+        cut = (is_word & ends_open & (words[:, -1] == 0)[which]).nonzero()[:, 0]
+        number[cut] = _numbers(self._continued(words[which[cut]], cut, at, known))
+        return torch.stack([self.tokens[at].where(known, -1), number.where(is_word, -1)])
+
+    def _continued(self, words: Tensor, cut: Tensor, at: Tensor, known: Tensor) -> Tensor:
+        """Words `[words, LETTERS]` that begin in the tokens `cut` with the letters that follow
+        them. `at`: the rows of all tokens; `known`: whether they have one."""
+        goes_on = torch.ones_like(cut, dtype=torch.bool)
         for step in range(1, LETTERS):
-            more = F.pad(first, (0, 0, 0, step))[step:]
+            place = (cut + step).clamp(max=len(at) - 1)
+            goes_on = goes_on & (cut + step < len(at)) & known[place]
+            more = self.first[at[place]]
             goes_on = goes_on & (more[:, 0] > 0)
-            place = torch.arange(LETTERS) - (word > 0).sum(1, keepdim=True)
-            behind = (place >= 0) & goes_on.unsqueeze(1)
-            word = torch.where(behind, more.gather(1, place.clamp(min=0)), word)
-            goes_on = goes_on & F.pad(~self.ends_inside[at] & known, (0, step))[step:]
-        number = torch.zeros_like(ids)
-        for letter in word.unbind(1):
-            number = (number * FOR_LETTERS + letter) % 2**61  # of different words hardly ever alike
-        words = torch.where(word[:, 0] > 0, number, -1)
-        return torch.stack([self.tokens[at].where(known, -1), words])
+            index = torch.arange(LETTERS) - (words > 0).sum(1, keepdim=True)
+            behind = (index >= 0) & goes_on.unsqueeze(1)
+            words = torch.where(behind, more.gather(1, index.clamp(min=0)), words)
+            goes_on = goes_on & ~self.ends_inside[at[place]]
+        return words
 
 
-def _numbers(word: str) -> list[int]:
-    return [ord(sign) for sign in word[:LETTERS].ljust(LETTERS, "\0")]
+def _letters(words: Sequence[str]) -> Tensor:
+    text = "".join(word[:LETTERS].ljust(LETTERS, "\0") for word in words)
+    letters = bytearray(text.encode("utf-32-le", "surrogatepass"))
+    return torch.frombuffer(letters, dtype=torch.int32).view(-1, LETTERS).long()
+
+
+def _numbers(words: Tensor) -> Tensor:
+    """A number for each of `words` `[words, LETTERS]`; of different ones hardly ever alike."""
+    number = torch.zeros_like(words[:, 0])
+    for letter in words.unbind(1):
+        number = (number * FOR_LETTERS + letter) % 2**61
+    return number
 
 
 def block_relevance(terms: Tensor | Sequence[Tensor], question: Tensor) -> Tensor:
