@@ -48,45 +48,46 @@ LEAST = 0.15  # of the highest relevance
 
 
 class Terms(NamedTuple):
-    """What the ids of a vocabulary are to a recall. Letters are their numbers in Unicode, and 0 for
-    none; digits are letters, too."""
+    """Which terms the ids of a vocabulary make. A word may be cut into several tokens, so of each
+    token the letters at either end are known: their numbers in Unicode, `[vocabulary, LETTERS]`, 0
+    for none. Digits are letters, too."""
 
     tokens: Tensor  # `[vocabulary]`, int64: the term that the token is; −1: none
-    first: Tensor  # `[vocabulary, LETTERS]`: of the word that may have begun before it
-    begun: Tensor  # `[vocabulary, LETTERS]`: of the last word that begins in it behind other signs
-    ends_inside: Tensor  # `[vocabulary]` bool: whether there is more than letters in it
-    ends_open: Tensor  # `[vocabulary]` bool: whether it ends with a letter
+    first: Tensor  # the letters that it begins with, which may go on with a word
+    begun: Tensor  # those of the last word that begins in it after another sign
+    closes: Tensor  # `[vocabulary]` bool: it has other signs, so no word goes on through it
+    stays_open: Tensor  # `[vocabulary]` bool: it ends with a letter, so a word may go on behind it
 
     @classmethod
     def of_texts(cls, texts: Iterable[str]) -> "Terms":
-        """Of a vocabulary with these texts, in small letters; of those that are no text: ""."""
+        """Those of the tokens with these `texts`, in small letters; "" for what is no text."""
         known: dict[str, int] = {}
-        tokens, first, begun, inside, open_ = [], [], [], [], []
+        tokens, first, begun, closes, open_ = [], [], [], [], []
         for text in texts:
             parts = OTHER_SIGNS.split(text)
             means = any(parts)
             tokens.append(known.setdefault(text.strip(), len(known)) if means else -1)
             first.append(parts[0])
             begun.append(next((part for part in reversed(parts[1:]) if part), ""))
-            inside.append(len(parts) > 1)
+            closes.append(len(parts) > 1)
             open_.append(bool(parts[-1]))
-        flags = map(torch.tensor, (inside, open_))
+        flags = map(torch.tensor, (closes, open_))
         return cls(torch.tensor(tokens), _letters(first), _letters(begun), *flags)
 
     def of(self, ids: Tensor) -> Tensor:
-        """The terms of ids `[tokens]`, and the words that begin in them, `[2, tokens]`, int64; −1:
-        none. An id that the vocabulary does not have ends a word."""
+        """The terms of `ids` `[tokens]`, and the words that begin in them: `[2, tokens]`, int64,
+        −1 for none. An id that the vocabulary does not have ends a word."""
         known = (ids >= 0) & (ids < len(self.tokens))
         at = ids.where(known, 0)
-        ends_open = self.ends_open[at] & known
+        open_ = self.stays_open[at] & known
         words = torch.cat([self.first, self.begun])  # of the vocabulary, each of a single token
         begins = self.begun[:, 0] > 0
         which = at + len(self.tokens) * begins[at]
-        alone = F.pad(ends_open, (1, 0))[:-1].logical_not()
+        alone = F.pad(open_, (1, 0))[:-1].logical_not()
         is_word = known & (words[:, 0] > 0)[which] & (alone | begins[at])
         number = _numbers(words)[which]
         # those that may go on in the next tokens
-        cut = (is_word & ends_open & (words[:, -1] == 0)[which]).nonzero()[:, 0]
+        cut = (is_word & open_ & (words[:, -1] == 0)[which]).nonzero()[:, 0]
         number[cut] = _numbers(self._continued(words[which[cut]], cut, at, known))
         return torch.stack([self.tokens[at].where(known, -1), number.where(is_word, -1)])
 
@@ -102,7 +103,7 @@ class Terms(NamedTuple):
             index = torch.arange(LETTERS) - (words > 0).sum(1, keepdim=True)
             behind = (index >= 0) & goes_on.unsqueeze(1)
             words = torch.where(behind, more.gather(1, index.clamp(min=0)), words)
-            goes_on = goes_on & ~self.ends_inside[at[place]]
+            goes_on = goes_on & ~self.closes[at[place]]
         return words
 
 
