@@ -342,7 +342,8 @@ class Choice(NamedTuple):
 
     numbers: Tensor  # `[tokens]`, ascending, in all of the documents
     ranks: Tensor  # `[tokens]`, of their blocks, [`recalled_numbers`]
-    left: int  # of how many tokens that have left the window, where all places are filled
+    # how many tokens count as having left the window: all that have, or, with empty places, the kept
+    left: int
 
 
 class Recalled(NamedTuple):
@@ -366,7 +367,7 @@ class Recalled(NamedTuple):
         left = int(eligible.sum())
         if left <= places and not self.row.others:
             return None
-        # a memory has what its state does not keep, which is nothing while there are empty places
+        # a memory holds what is not kept, and empty places would say that it holds nothing
         least = LEAST if displaced else 0
         numbers, ranks = recalled_numbers(self.relevance, eligible, places, least)
         return Choice(numbers, ranks, left if len(numbers) == places else len(numbers))
