@@ -342,7 +342,7 @@ class Choice(NamedTuple):
 
     numbers: Tensor  # `[tokens]`, ascending, in all of the documents
     ranks: Tensor  # `[tokens]`, of their blocks, [`recalled_numbers`]
-    # how many tokens count as having left the window: all that have, or, with empty places, the kept
+    # how many tokens count as having left the window: all that have; with empty places, the kept
     left: int
 
 
