@@ -12,9 +12,9 @@ each after the answer before; a short one comes first and is not measured. Token
 counted as the server says them, over the time from the first request to the last answer. An answer
 that fails ends the measurement. For figures of record let nothing else run.
 
-With `--minutes 60 --process PID` it is load instead: so many clients as the first of --requests
-says send one request after the other, of each of the lengths in turn, and each minute has a row of
-what was answered and of the resident memory of the server's process.
+With `--minutes 60 --process PID` it is load instead: as many clients as --requests says send one
+request after the other, of each of the lengths in turn, and each minute has a row of what was
+answered and of the resident memory of the server's process.
 
 Prints a table and writes OUT, after every measurement.
 """
@@ -74,6 +74,11 @@ def main(argv: list[str] | None = None) -> None:
     check_place(out, {"rows": list})
     if (options.minutes is None) != (options.process is None):
         raise UserError("--minutes and --process belong together: give both, or neither")
+    if options.minutes is not None and (len(options.requests), options.sent) != (1, ["together"]):
+        raise UserError(
+            "--minutes has one number of clients, each of which sends in turn: give one of "
+            "--requests, and leave out --sent"
+        )
     prompts, found = parts_of(options), []
     answer(options, "Hello")
     if options.minutes is not None:
@@ -125,7 +130,7 @@ def measured(options: Options, prompts: list[str], together: bool) -> tuple[list
 
 def load(options: Options, prompts: dict) -> Iterator[dict]:
     """A row for each minute: the answers so far, tokens a second of those that ended in it, and the
-    resident bytes of the server at its end."""
+    resident bytes of the server at its end. UserError where there is no such process."""
     import psutil
 
     try:

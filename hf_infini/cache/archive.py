@@ -389,6 +389,7 @@ def recalled(
         states, windows: by layer, of those that keep tokens.
         displaced: as of [`recall_score`].
     """
+    terms = terms.cpu() if isinstance(terms, Tensor) else terms
     asked = []
     for row, ids in zip(rows, questions_of(question, len(rows)), strict=True):
         of_documents = [_terms_of(each.ids, terms) for each in row.documents]
@@ -449,7 +450,7 @@ def _terms_of(ids: Tensor, terms: Tensor | Terms | None) -> Tensor:
     if terms is None:
         return ids.clamp(min=-1)
     known = (ids >= 0) & (ids < len(terms))
-    return torch.where(known, terms.cpu()[ids.where(known, 0)], -1)
+    return torch.where(known, terms[ids.where(known, 0)], -1)
 
 
 def questions_of(question: Tensor | Sequence, rows: int) -> list[Tensor]:

@@ -131,7 +131,7 @@ class InfiniCache(Cache):
     in_step = False  # whether a compiled step has begun and not ended
 
     def __init__(self, config: PreTrainedConfig, *, archive: bool | str = False):
-        form = None if archive is False else form_of(archive)  # the module only when it is used
+        form = None if archive is False else form_of(archive)  # without: no part of it is called
         bounded = set(getattr(config, "infini_layers", ()))
         if not bounded:
             raise ValueError(
@@ -247,7 +247,7 @@ class InfiniCache(Cache):
         Args:
             question: the ids of what is asked, `[tokens]` for all rows, or one of these for each.
             terms: what the ids of the vocabulary mean, such as `Reader.terms`, by which words count
-                too, whatever their endings; or of each id its term, `[vocabulary]`, int64, −1:
+                too, by their first five letters; or of each id its term, `[vocabulary]`, int64, −1:
                 none. `None`: each is one.
 
         Raises:

@@ -54,7 +54,9 @@ class Terms(NamedTuple):
 
     tokens: Tensor  # `[vocabulary]`, int64: the term that the token is; −1: none
     first: Tensor  # the letters that it begins with, which may go on with a word
-    begun: Tensor  # those of the last word that begins in it after another sign
+    word: Tensor  # those of the last word that begins in it after another sign; else `first`
+    number: Tensor  # `[vocabulary]`, int64: of the `word`
+    begins: Tensor  # `[vocabulary]` bool: the `word` is after another sign
     closes: Tensor  # `[vocabulary]` bool: it has other signs, so no word goes on through it
     stays_open: Tensor  # `[vocabulary]` bool: it ends with a letter, so a word may go on behind it
 
@@ -62,17 +64,19 @@ class Terms(NamedTuple):
     def of_texts(cls, texts: Iterable[str]) -> "Terms":
         """Those of the tokens with these `texts`, in small letters; "" for what is no text."""
         known: dict[str, int] = {}
-        tokens, first, begun, closes, open_ = [], [], [], [], []
+        tokens, first, words, begins, closes, open_ = [], [], [], [], [], []
         for text in texts:
             parts = OTHER_SIGNS.split(text)
             means = any(parts)
             tokens.append(known.setdefault(text.strip(), len(known)) if means else -1)
             first.append(parts[0])
-            begun.append(next((part for part in reversed(parts[1:]) if part), ""))
+            begun = next((part for part in reversed(parts[1:]) if part), "")
+            words.append(begun or parts[0])
+            begins.append(bool(begun))
             closes.append(len(parts) > 1)
             open_.append(bool(parts[-1]))
-        flags = map(torch.tensor, (closes, open_))
-        return cls(torch.tensor(tokens), _letters(first), _letters(begun), *flags)
+        word, flags = _letters(words), map(torch.tensor, (begins, closes, open_))
+        return cls(torch.tensor(tokens), _letters(first), word, _numbers(word), *flags)
 
     def of(self, ids: Tensor) -> Tensor:
         """The terms of `ids` `[tokens]`, and the words that begin in them: `[2, tokens]`, int64,
@@ -80,15 +84,12 @@ class Terms(NamedTuple):
         known = (ids >= 0) & (ids < len(self.tokens))
         at = ids.where(known, 0)
         open_ = self.stays_open[at] & known
-        words = torch.cat([self.first, self.begun])  # of the vocabulary, each of a single token
-        begins = self.begun[:, 0] > 0
-        which = at + len(self.tokens) * begins[at]
         alone = F.pad(open_, (1, 0))[:-1].logical_not()
-        is_word = known & (words[:, 0] > 0)[which] & (alone | begins[at])
-        number = _numbers(words)[which]
+        is_word = known & (self.word[:, 0] > 0)[at] & (alone | self.begins[at])
+        number = self.number[at]
         # those that may go on in the next tokens
-        cut = (is_word & open_ & (words[:, -1] == 0)[which]).nonzero()[:, 0]
-        number[cut] = _numbers(self._continued(words[which[cut]], cut, at, known))
+        cut = (is_word & open_ & (self.word[:, -1] == 0)[at]).nonzero()[:, 0]
+        number[cut] = _numbers(self._continued(self.word[at[cut]], cut, at, known))
         return torch.stack([self.tokens[at].where(known, -1), number.where(is_word, -1)])
 
     def _continued(self, words: Tensor, cut: Tensor, at: Tensor, known: Tensor) -> Tensor:

@@ -583,7 +583,8 @@ def passages_of(
 
 def term_numbers(tokenizer: PreTrainedTokenizerBase) -> Terms:
     """The `terms` of [`InfiniCache.recall`] of a `tokenizer`: tokens that differ in case or a space
-    only are one term; special ones, and those without a letter or digit, are none (−1)."""
+    only are one term, and words are put together from them; special tokens, and those without a
+    letter or digit, are none (−1)."""
     vocabulary = len(tokenizer), tuple(tokenizer.all_special_ids)  # which may grow
     with _TERMS_LOCK:  # threads that wait for it need not make it
         known = _TERMS.get(tokenizer)

@@ -60,5 +60,9 @@ def test_a_minute_of_load_has_its_row(folder):
         assert row["resident"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.5)
         lonely = measure(folder, server.address, "--minutes", 1, check=False)
         assert lonely.returncode == 1 and "belong together" in lonely.stderr
+        several = ["--minutes", 1, "--process", os.getpid()]
+        for more in ([], ["--requests", 2, "--sent", "in_turn"]):
+            refused = measure(folder, server.address, *several, *more, check=False)
+            assert refused.returncode == 1 and "leave out --sent" in refused.stderr
         gone = measure(folder, server.address, *options, "--process", 2**22 + 1, check=False)
         assert gone.returncode == 1 and "--process 4194305" in gone.stderr
