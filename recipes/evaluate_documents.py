@@ -46,7 +46,6 @@ from typing import Literal
 from cli import SEED, UserError, exit_on_error, option, parse_options
 from cli.model_options import KEEP_SCORES
 from cli.names import check_name
-from prepare_documents import MANIFEST
 
 PRESSES = ("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention")
 WAYS = ("plain", "window", "kept", "recall", "recall-int8", "bm25", "embedding", "quantized")
@@ -148,7 +147,9 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     check_options(options)
-    prepared = read_documents(options)
+    from document_sets.prepared import read_prepared
+
+    prepared = read_prepared(options.data, options.sets, options.half)
 
     from evaluation import answer_table, inference
     from evaluation.prompts import Prompter
@@ -231,35 +232,6 @@ def check_options(options: Options) -> None:
         raise UserError(
             f"--keep_score {options.keep_score}: give the --adapter that has its scores"
         )
-
-
-def read_documents(options: Options) -> list[dict]:
-    """The prepared documents of the sets and the half, in the order of the files."""
-    from support.stages import damage, read_json, read_jsonl
-
-    manifest = Path(options.data) / MANIFEST
-    remedy = "make it again with recipes/prepare_documents.py"
-    if not manifest.is_file():
-        raise UserError(
-            f"{options.data} has no {MANIFEST}; make the folder with recipes/prepare_documents.py"
-        )
-    there = read_json(manifest, {"sets": dict, "files": dict}, remedy)
-    if found := damage(manifest, there):
-        raise UserError(f"{found}; {remedy}")
-    if missing := [name for name in options.sets if name not in there["sets"]]:
-        raise UserError(
-            f"--sets {' '.join(missing)}: {options.data} has {', '.join(there['sets'])}"
-        )
-    kinds = {"id": str, "set": str, "language": str, "half": str, "text": str, "questions": list}
-    own = [
-        document
-        for name in options.sets or there["sets"]
-        for document in read_jsonl(Path(options.data) / f"{name}.jsonl", kinds, remedy)
-        if document["half"] == options.half
-    ]
-    if not own:
-        raise UserError(f"{options.data} has no documents of the {options.half} half in these sets")
-    return own
 
 
 def draw(prepared: list[dict], prompter, options: Options) -> list[tuple[dict, list[int]]]:

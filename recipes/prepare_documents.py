@@ -29,9 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import UserError, exit_on_error, option, parse_options
+from document_sets.prepared import MANIFEST
 from document_sets.sets import SETS, DocumentSet
-
-MANIFEST = "documents.json"
 
 
 @dataclass

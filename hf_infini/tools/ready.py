@@ -107,6 +107,12 @@ def recalling(net, kept_tokens: int, at_most: bool = False):
     return patch_model(net, **options | positions_of(net)).eval()
 
 
+def learned_options(net, kept_tokens: int) -> dict[str, Any]:
+    """Options of [`patch_model`] with which a plain model, `net`, keeps tokens by a score that is
+    to be fitted."""
+    return WINDOW | {"kept_tokens": kept_tokens, "keep_score": "learned"} | positions_of(net)
+
+
 def positions_of(net) -> dict[str, Any]:
     """The option of a model, `net`, whose texts would end with its learned positions."""
     return {"position_encoding": "segment"} if net.config.model_type == "gpt2" else {}
@@ -168,8 +174,7 @@ def fit_score(net, tokenizer, text: str, folder: Path, kept_tokens: int) -> None
     by its `tokenizer`, and writes it into a `folder`, as an adapter."""
     if hasattr(net.config, "infini_layers"):
         raise ValueError("this model has a memory already; a score is fitted for a plain one.")
-    options = WINDOW | {"kept_tokens": kept_tokens, "keep_score": "learned"}
-    patch_model(net, **options | positions_of(net))
+    patch_model(net, **learned_options(net, kept_tokens))
     say("fitting which tokens are worth keeping; this is done once for a model")
     again = "nothing is kept of a fit: the same command begins it again"
     with while_("fitting into", folder, "--adapter takes a score that was fitted before.", again):

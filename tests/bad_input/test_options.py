@@ -17,6 +17,7 @@ NEEDED = {
     "evaluate_documents": ["--model", "x", "--data", "x", "--out", "x"],
     "evaluate_model": ["--model", "x"],
     "finetune_lora": ["--model", "x", "--adapter", "x", "--data", "x", "--out", "x"],
+    "fit_documents": ["--model", "x", "--data", "x", "--sets", "x", "--out", "x"],
     "generate": ["--model", "x"],
     "mqar": ["--out", "x"],
     "prepare": ["--source", "x", "--out", "x"],

@@ -1,0 +1,42 @@
+"""Reading the prepared sets of documents."""
+
+from pathlib import Path
+
+from cli import UserError
+from support.stages import damage, read_json, read_jsonl
+
+MANIFEST = "documents.json"
+_KINDS = {"id": str, "set": str, "language": str, "half": str, "text": str, "questions": list}
+_REMEDY = "make it again with recipes/prepare_documents.py"
+
+
+def read_prepared(data: str, sets: list[str], half: str) -> list[dict]:
+    """The documents of one half, in the order of the files.
+
+    Args:
+        data: folder that recipes/prepare_documents.py made, `--data` of a recipe.
+        sets: names of the sets to read, `--sets` of a recipe; empty: all that are there.
+        half: "development" or "test".
+
+    Raises:
+        UserError: the folder is not such a folder, is damaged, or has no such documents.
+    """
+    manifest = Path(data) / MANIFEST
+    if not manifest.is_file():
+        raise UserError(
+            f"{data} has no {MANIFEST}; make the folder with recipes/prepare_documents.py"
+        )
+    there = read_json(manifest, {"sets": dict, "files": dict}, _REMEDY)
+    if found := damage(manifest, there):
+        raise UserError(f"{found}; {_REMEDY}")
+    if missing := [name for name in sets if name not in there["sets"]]:
+        raise UserError(f"--sets {' '.join(missing)}: {data} has {', '.join(there['sets'])}")
+    own = [
+        document
+        for name in sets or there["sets"]
+        for document in read_jsonl(Path(data) / f"{name}.jsonl", _KINDS, _REMEDY)
+        if document["half"] == half
+    ]
+    if not own:
+        raise UserError(f"{data} has no documents of the {half} half in these sets")
+    return own
