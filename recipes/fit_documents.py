@@ -34,6 +34,9 @@ class Options:
     )
     rows: int = option(24, "Rows.", at_least=1, group="rows")
     passage: int = option(1250, "Tokens of a row's passage.", at_least=1)
+    least: int = option(
+        3, "Questions of a passage, at least: what is asked is here and there in it.", at_least=1
+    )
     length: int = option(1700, "Tokens of a row with its questions, at most.", at_least=1)
     seed: int = option(0, "Seed of what is drawn.", **SEED)
     kept_tokens: int = option(
@@ -81,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
             f"--length {options.length}: --model {options.model} was trained with {positions:,} "
             "positions; give at most as many, and a shorter --passage"
         )
-    names = ("rows", "passage", "length", "seed")
+    names = ("rows", "passage", "least", "length", "seed")
     rows = asked_rows(tokenizer, documents, **{name: getattr(options, name) for name in names})
     try:
         patch_model(model, **learned_options(model, options.kept_tokens))

@@ -9,7 +9,6 @@ from cli import UserError
 from evaluation.prompts import ASKED
 from hf_infini.models.loading import opening
 
-LEAST = 3  # questions of a passage: what is asked for should be here and there in it
 STEPS = 4  # passages begin so often in the tokens of one
 
 
@@ -19,18 +18,20 @@ def asked_rows(
     *,
     rows: int,
     passage: int,
+    least: int,
     length: int,
     seed: int,
 ) -> list[list[int]]:
     """Rows for [`hf_infini.fit_keep_score`], as many of each set of documents, but for one: a
-    passage of a document, and behind it the questions whose evidence lies in it, at least
-    [`LEAST`], each with its right answer, in any order.
+    passage of a document, and behind it the questions whose evidence lies in it, each with its
+    right answer, in any order.
 
     Args:
         tokenizer: of the model that is fitted; a fast one.
         documents: prepared documents, of one or several sets.
         rows: how many.
         passage: tokens of a passage.
+        least: questions of a passage: one with fewer is not drawn.
         length: tokens of a row, at most; questions beyond it are left out.
         seed: of all that is drawn.
 
@@ -49,19 +50,21 @@ def asked_rows(
             row
             for document in documents
             if document["set"] == name
-            for row in _rows_of(tokenizer, document, passage, length, rng)
+            for row in _rows_of(tokenizer, document, passage, least, length, rng)
         ]
         if len(there) < wanted:
             raise UserError(
                 f"the set {name} has {len(there)} passages of {passage:,} tokens with the evidence "
-                f"of {LEAST} questions or more, and {wanted} are needed: ask for fewer --rows, "
-                "give other --sets, or a longer --passage and --length"
+                f"of --least {least} questions, and {wanted} are needed: ask for fewer --rows or "
+                "questions, give other --sets, or a longer --passage and --length"
             )
         found += rng.sample(there, wanted)
     return found
 
 
-def _rows_of(tokenizer, document: dict, passage: int, length: int, rng) -> list[list[int]]:
+def _rows_of(
+    tokenizer, document: dict, passage: int, least: int, length: int, rng: random.Random
+) -> list[list[int]]:
     """The rows of all passages of a document that have enough questions."""
     text = document["text"]
     how = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
@@ -88,6 +91,6 @@ def _rows_of(tokenizer, document: dict, passage: int, length: int, rng) -> list[
             if len(row) + len(pair) > length:
                 break
             row, taken = row + pair, taken + 1
-        if taken >= LEAST:
+        if taken >= least:
             found.append(row)
     return found

@@ -10,7 +10,7 @@ import document_files
 from bad_input import refused
 from corpora.tokenization import build_character_tokenizer
 from decoders import decoder
-from document_sets.asked import LEAST, asked_rows
+from document_sets.asked import asked_rows
 from evaluation.prompts import ASKED
 from hf_infini import fit_keep_score, load_adapter, patch_model
 from hf_infini.layers.memory_layer import memory_layers
@@ -71,7 +71,10 @@ def test_rows_are_passages_with_the_questions_whose_answers_lie_in_them(folder):
         document("b", range(50, 62)),
     ]
     seen = json.dumps([documents, ASKED], ensure_ascii=False)
-    tokenizer, how = build_character_tokenizer([seen, "\n"]), {"passage": PASSAGE, "length": LENGTH}
+    tokenizer, how = (
+        build_character_tokenizer([seen, "\n"]),
+        {"passage": PASSAGE, "least": 3, "length": LENGTH},
+    )
     rows = asked_rows(tokenizer, documents, rows=7, **how, seed=0)
     assert rows == asked_rows(tokenizer, documents, rows=7, **how, seed=0)
     assert rows != asked_rows(tokenizer, documents, rows=7, **how, seed=1)
@@ -92,7 +95,7 @@ def test_rows_are_passages_with_the_questions_whose_answers_lie_in_them(folder):
             if first <= low and high <= first + PASSAGE
         }
         said = asked.removeprefix("\n").split("\n")
-        assert len(said) == len({*said}) >= LEAST and {*said} <= there
+        assert len(said) == len({*said}) >= 3 and {*said} <= there
         if len(said) < len(there):
             shortened += 1
             assert len(row) + max(map(len, there)) + 1 > LENGTH
@@ -106,7 +109,7 @@ def test_it_writes_the_fit_on_rows_of_the_development_half(folder, tmp_path):
     assert record["documents"] == [each["id"] for each in documents]
     model = load_causal_lm(folder / "model", dtype=torch.float32).eval()
     tokenizer = load_tokenizer(folder / "model", model)
-    rows = asked_rows(tokenizer, documents, rows=3, passage=PASSAGE, length=LENGTH, seed=0)
+    rows = asked_rows(tokenizer, documents, rows=3, passage=PASSAGE, least=3, length=LENGTH, seed=0)
     assert record["tokens"] == [len(row) for row in rows]
     patch_model(model, **WINDOW, kept_tokens=252, keep_score="learned")
     fit_keep_score(model, rows, progress=False)
@@ -121,6 +124,7 @@ def test_it_writes_the_fit_on_rows_of_the_development_half(folder, tmp_path):
 BAD = {
     "no evidence": (["--sets", "tpo"], "the set tpo has 0 passages of 1,200 tokens"),
     "too many rows": (["--sets", "faquad", "--rows", "500"], "and 500 are needed"),
+    "too many questions": (["--sets", "faquad", "--least", "20"], "of --least 20 questions"),
     "rows without room": (["--sets", "faquad", "--length", "1210"], "has 0 passages"),
     "a set of another name": (["--sets", "novels"], "has faquad, tpo"),
     "a document of another name": (
