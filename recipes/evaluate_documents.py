@@ -46,6 +46,7 @@ from typing import Literal
 from cli import SEED, UserError, exit_on_error, option, parse_options
 from cli.model_options import KEEP_SCORES
 from cli.names import check_name
+from document_sets.prepared import read_prepared
 
 PRESSES = ("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention")
 WAYS = ("plain", "window", "kept", "recall", "recall-int8", "bm25", "embedding", "quantized")
@@ -147,8 +148,6 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     check_options(options)
-    from document_sets.prepared import read_prepared
-
     prepared = read_prepared(options.data, options.sets, options.half)
 
     from evaluation import answer_table, inference
@@ -213,7 +212,7 @@ def check_options(options: Options) -> None:
     for name in ("adapter", "lora", "embedder"):
         if (given := getattr(options, name)) is not None:
             check_name(f"--{name}", given)
-    for name in ("ways", "sets", "tokens"):
+    for name in ("ways", "tokens"):
         if len(set(getattr(options, name))) < len(getattr(options, name)):
             given = " ".join(map(str, getattr(options, name)))
             raise UserError(f"--{name} {given}: name each once")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from cli import SEED, UserError, exit_on_error, needed, one_line, option, parse_options
+from document_sets.prepared import read_prepared
 
 
 @dataclass
@@ -51,9 +52,6 @@ class Options:
 @exit_on_error(when_stopped="nothing is kept of a fit; the same command begins it again")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
-
-    from document_sets.prepared import read_prepared
-
     documents = read_prepared(options.data, options.sets, "development")
     documents = without(documents, options.without)
 

@@ -19,8 +19,11 @@ def read_prepared(data: str, sets: list[str], half: str) -> list[dict]:
         half: "development" or "test".
 
     Raises:
-        UserError: the folder is not such a folder, is damaged, or has no such documents.
+        UserError: a set is named twice; the folder is not such a folder, is damaged, or has no such
+            documents.
     """
+    if len(set(sets)) < len(sets):
+        raise UserError(f"--sets {' '.join(sets)}: name each once")
     manifest = Path(data) / MANIFEST
     if not manifest.is_file():
         raise UserError(

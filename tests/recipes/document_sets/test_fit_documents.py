@@ -126,6 +126,7 @@ BAD = {
     "too many rows": (["--sets", "faquad", "--rows", "500"], "and 500 are needed"),
     "too many questions": (["--sets", "faquad", "--least", "20"], "of --least 20 questions"),
     "rows without room": (["--sets", "faquad", "--length", "1210"], "has 0 passages"),
+    "a set twice": (["--sets", "faquad", "faquad"], "--sets faquad faquad: name each once"),
     "a set of another name": (["--sets", "novels"], "has faquad, tpo"),
     "a document of another name": (
         ["--sets", "faquad", "--without", "faquad-0"],
