@@ -108,8 +108,8 @@ def recalling(net, kept_tokens: int, at_most: bool = False):
 
 
 def learned_options(net, kept_tokens: int) -> dict[str, Any]:
-    """Options of [`patch_model`] with which a plain model, `net`, keeps tokens by a score that is
-    to be fitted."""
+    """Options of [`patch_model`] with which a head of a plain model, `net`, keeps `kept_tokens` on
+    average, by a score that is to be fitted."""
     return WINDOW | {"kept_tokens": kept_tokens, "keep_score": "learned"} | positions_of(net)
 
 
