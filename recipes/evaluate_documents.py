@@ -161,14 +161,10 @@ def main(argv: list[str] | None = None) -> None:
     result_file = Path(f"{options.out}.json")
     check_place(result_file, {"options": dict, "rows": list}, [picture_file])
     with only_writer(lines_file):
-        model, tokenizer = inference.load_model(
-            options.model, options.device, precision=options.precision
+        why = "the ways begin with a plain model"
+        model, tokenizer = inference.load_plain(
+            options.model, options.device, options.precision, why
         )
-        if getattr(model.config, "infini_layers", ()):
-            raise UserError(
-                f"--model {options.model} has a memory, and the ways begin with a plain model: "
-                "give the one that it was made from"
-            )
         identity = {name: getattr(options, name) for name in IDENTITY}
         # only where given: lines of earlier runs have no such names
         said = {"before": options.before, "asks": options.asks}

@@ -60,22 +60,21 @@ def main(argv: list[str] | None = None) -> None:
     from document_sets.asked import asked_rows
     from evaluation import inference
     from hf_infini import fit_keep_score, patch_model, save_adapter
+    from hf_infini.tools.outputs import check_output
     from hf_infini.tools.ready import learned_options
     from support import measurement
     from support.stages import check_place, write_json
 
     record = Path(f"{options.out}.json")
     check_place(record, {"options": dict, "documents": list})
-    if Path(options.out).is_file() or Path(options.out) == Path(options.model):
-        raise UserError(f"--out {options.out} is there already: give a folder for the adapter")
-    model, tokenizer = inference.load_model(
-        options.model, options.device, precision=options.precision
-    )
-    if getattr(model.config, "infini_layers", ()):
-        raise UserError(
-            f"--model {options.model} has a memory, and a score is fitted for a plain model: give "
-            "the one that it was made from"
-        )
+    if Path(options.out).is_file():
+        raise UserError(f"--out {options.out} is a file: give a folder for the adapter")
+    try:
+        check_output("--out", Path(options.out), options.model)
+    except (OSError, ValueError) as error:
+        raise UserError(one_line(error)) from error
+    why = "a score is fitted for a plain model"
+    model, tokenizer = inference.load_plain(options.model, options.device, options.precision, why)
     positions = model.config.get_text_config(decoder=True).max_position_embeddings
     if options.length > positions:
         raise UserError(

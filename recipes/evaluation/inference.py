@@ -48,6 +48,17 @@ def load_model(
     return model.eval(), tokenizer
 
 
+def load_plain(name: str, device: str, precision: str, why: str):
+    """As [`load_model`]; UserError also for a model with a memory, which says `why` a plain one is
+    needed."""
+    model, tokenizer = load_model(name, device, precision=precision)
+    if getattr(model.config, "infini_layers", ()):
+        raise UserError(
+            f"--model {name} has a memory, and {why}: give the one that it was made from"
+        )
+    return model, tokenizer
+
+
 def with_lora(model, name: str):
     """A plain model with a LoRA added to its weights, in place: PEFT's, or that of an adapter of
     this library, whose memory is left out. `name`: its folder or Hub name; UserError where it

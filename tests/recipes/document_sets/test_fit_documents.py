@@ -150,6 +150,23 @@ def test_bad_input_is_refused_before_the_fit(name, folder, tmp_path, capsys):
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.json").exists()
 
 
+def test_documents_to_choose_by_are_left_out():
+    documents = [document(name, range(2)) for name in ("a", "b", "c")]
+    assert [each["id"] for each in recipe.without(documents, ["c", "a"])] == ["b"]
+    assert recipe.without(documents, []) == documents
+
+
+def test_the_adapter_is_not_written_over_what_is_there(folder, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    refused(
+        recipe.main, words_for(folder, tmp_path / "file", "--sets", "faquad"), capsys, "is a file"
+    )
+    assert (tmp_path / "file").read_text() == "mine"
+    (tmp_path / "link").symlink_to(folder / "model")
+    words = words_for(folder, tmp_path / "link", "--sets", "faquad")
+    refused(recipe.main, words, capsys, "which is read", keeps=folder / "model")
+
+
 def test_a_model_with_a_memory_and_a_file_in_the_way_are_refused(folder, tmp_path, capsys):
     model = patch_model(load_causal_lm(folder / "model"), **WINDOW, kept_tokens=8)
     model.save_pretrained(tmp_path / "memory")
