@@ -8,8 +8,9 @@ r"""Fits which tokens a model keeps on real documents and the questions that peo
 --data is a folder of recipes/prepare_documents.py. Only its development half is read, and of that
 no document of --without: choose by these, and read the test half once, at the end. Rows are
 passages of the documents of --sets, with the questions whose answers lie in them and their right
-answers: what the model looks at then is worth keeping (hf_infini.fit_keep_score). `hf-infini fit`
-needs no questions; it invents facts and asks for them.
+answers: what the model looks at then is worth keeping (hf_infini.fit_keep_score). --facts adds rows
+of their text with invented facts, as `hf-infini fit` makes them, which needs no questions: without
+these the score keeps what people ask about and loses a single line that is unlike its text.
 
 Nothing is kept of a fit that was stopped: the same command begins it again. Writes the folder OUT,
 for --adapter and hf_infini.load_adapter, and OUT.json, which says what it was made from.
@@ -34,6 +35,7 @@ class Options:
         [], "Ids of documents to leave out, which you choose by.", group="data"
     )
     rows: int = option(24, "Rows.", at_least=1, group="rows")
+    facts: int = option(8, "Rows of invented facts besides.", at_least=0)
     passage: int = option(1250, "Tokens of a row's passage.", at_least=1)
     least: int = option(
         3, "Questions of a passage, at least: what is asked is here and there in it.", at_least=1
@@ -57,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
 
     import torch
 
-    from document_sets.asked import asked_rows
+    from document_sets.asked import asked_rows, fact_rows
     from evaluation import inference
     from hf_infini import fit_keep_score, patch_model, save_adapter
     from hf_infini.tools.outputs import check_output
@@ -83,6 +85,9 @@ def main(argv: list[str] | None = None) -> None:
         )
     names = ("rows", "passage", "least", "length", "seed")
     rows = asked_rows(tokenizer, documents, **{name: getattr(options, name) for name in names})
+    rows += fact_rows(
+        tokenizer, documents, rows=options.facts, length=options.length, seed=options.seed
+    )
     try:
         patch_model(model, **learned_options(model, options.kept_tokens))
         fit_keep_score(model, rows)

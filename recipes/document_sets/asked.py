@@ -1,4 +1,5 @@
-"""Rows on which a keep score is fitted: passages of documents, with their questions and answers."""
+"""Rows on which a keep score is fitted: passages of documents, with their questions and answers,
+and text of documents with invented facts."""
 
 import random
 from collections.abc import Sequence
@@ -8,8 +9,10 @@ from transformers import PreTrainedTokenizerBase
 from cli import UserError
 from evaluation.prompts import ASKED
 from hf_infini.models.loading import opening
+from hf_infini.tools.asking_rows import asking_row
 
 STEPS = 4  # passages begin so often in the tokens of one
+PLAIN_TEXT = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
 
 
 def asked_rows(
@@ -67,8 +70,7 @@ def _rows_of(
 ) -> list[list[int]]:
     """The rows of all passages of a document that have enough questions."""
     text = document["text"]
-    how = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-    read = tokenizer(text, return_offsets_mapping=True, **how)
+    read = tokenizer(text, return_offsets_mapping=True, **PLAIN_TEXT)
     ids, spans, begin = read["input_ids"], read["offset_mapping"], opening(tokenizer)
     asked = [each for each in document["questions"] if each["evidence"]]
     pairs = [
@@ -76,7 +78,7 @@ def _rows_of(
         f"{each['answers'][0]}"
         for each in asked
     ]
-    pairs = tokenizer(pairs, **how)["input_ids"] if pairs else []
+    pairs = tokenizer(pairs, **PLAIN_TEXT)["input_ids"] if pairs else []
     found = []
     for start in range(0, len(ids) - passage + 1, max(1, passage // STEPS)):
         first, last = spans[start][0], spans[start + passage - 1][1]
@@ -94,3 +96,50 @@ def _rows_of(
         if taken >= least:
             found.append(row)
     return found
+
+
+def fact_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[dict],
+    *,
+    rows: int,
+    length: int,
+    seed: int,
+) -> list[list[int]]:
+    """Rows for [`hf_infini.fit_keep_score`], as many of each set of documents, but for one: text of
+    a document, with invented facts in its language here and there, all asked for at the end.
+
+    Args:
+        tokenizer: of the model that is fitted.
+        documents: prepared documents, of one or several sets.
+        rows: how many.
+        length: tokens of each.
+        seed: of all that is drawn.
+
+    Returns:
+        token ids, `rows` lists of `length`.
+
+    Raises:
+        UserError: the facts of a row and their questions take more than `length`.
+    """
+    sets = list(dict.fromkeys(document["set"] for document in documents))
+    begin, made = opening(tokenizer), []
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        return tokenizer(list(texts), **PLAIN_TEXT)["input_ids"]
+
+    for number in range(rows):
+        rng = random.Random(f"{seed}/{number}")
+        own = [document for document in documents if document["set"] == sets[number % len(sets)]]
+        document = rng.choice(own)
+        [running] = encode([document["text"]])
+
+        def take(count: int, ids=running, first: int = rng.randrange(len(running))) -> list[int]:
+            return [ids[(first + place) % len(ids)] for place in range(count)]
+
+        room = length - len(begin)
+        try:
+            made.append(begin + asking_row(rng, encode, take, room, document["language"])[0])
+        except ValueError as error:
+            raise UserError(f"--length {length:,} is too short for --facts: {error}") from None
+    return made

@@ -1,6 +1,7 @@
 """The fit on documents' own questions: what its rows hold, whose they are, and bad input."""
 
 import json
+import string
 from collections import Counter
 
 import pytest
@@ -8,20 +9,22 @@ import torch
 
 import document_files
 from bad_input import refused
+from cli import UserError
 from corpora.tokenization import build_character_tokenizer
 from decoders import decoder
-from document_sets.asked import asked_rows
+from document_sets.asked import asked_rows, fact_rows
 from evaluation.prompts import ASKED
 from hf_infini import fit_keep_score, load_adapter, patch_model
 from hf_infini.layers.memory_layer import memory_layers
 from hf_infini.models.loading import load_causal_lm, load_tokenizer, opening
+from hf_infini.tools.asking_rows import fact_forms
 from hf_infini.tools.ready import WINDOW
 from running import load_recipe
 
 recipe = load_recipe("fit_documents")
 prepare = load_recipe("prepare_documents")
 PASSAGE, LENGTH = 1200, 1490  # characters, which are tokens here
-SMALL = ["--rows", "3", "--passage", str(PASSAGE), "--length", str(LENGTH)]
+SMALL = ["--rows", "3", "--facts", "2", "--passage", str(PASSAGE), "--length", str(LENGTH)]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,8 @@ def folder(tmp_path_factory):
     raw = document_files.download(path / "raw")
     prepare.main(["--source", str(raw), "--out", str(path / "data"), "--sets", "faquad", "tpo"])
     seen = "".join(file.read_text() for file in (path / "data").glob("*.jsonl"))
-    tokenizer = build_character_tokenizer([seen, json.dumps(ASKED, ensure_ascii=False)])
+    words = json.dumps([ASKED, fact_forms(), string.printable], ensure_ascii=False)
+    tokenizer = build_character_tokenizer([seen, words])
     decoder("llama", vocab_size=len(tokenizer), max_position_embeddings=2048).save_pretrained(
         path / "model"
     )
@@ -110,6 +114,8 @@ def test_it_writes_the_fit_on_rows_of_the_development_half(folder, tmp_path):
     model = load_causal_lm(folder / "model", dtype=torch.float32).eval()
     tokenizer = load_tokenizer(folder / "model", model)
     rows = asked_rows(tokenizer, documents, rows=3, passage=PASSAGE, least=3, length=LENGTH, seed=0)
+    facts = fact_rows(tokenizer, documents, rows=2, length=LENGTH, seed=0)
+    rows += facts
     assert record["tokens"] == [len(row) for row in rows]
     patch_model(model, **WINDOW, kept_tokens=252, keep_score="learned")
     fit_keep_score(model, rows, progress=False)
@@ -119,6 +125,33 @@ def test_it_writes_the_fit_on_rows_of_the_development_half(folder, tmp_path):
     ):
         assert torch.equal(own.keep_weight.bfloat16(), other.keep_weight.bfloat16())
     assert found.config.kept_shares == model.config.kept_shares
+
+
+def test_rows_of_facts_are_text_of_a_document_with_facts_in_its_language():
+    documents = [document("a", range(40)), document("b", range(40, 90))]
+    documents[1]["language"] = "pt"
+    words = json.dumps([documents, fact_forms(), string.printable], ensure_ascii=False)
+    tokenizer, how = build_character_tokenizer([words, "\n"]), {"length": 3000, "seed": 0}
+    rows, texts = fact_rows(tokenizer, documents, rows=6, **how), Counter()
+    assert rows == fact_rows(tokenizer, documents, rows=6, **how)
+    assert rows[:3] == fact_rows(tokenizer, documents, rows=3, **how)  # a row is of its number
+    assert rows[0] != fact_rows(tokenizer, documents, rows=1, length=3000, seed=1)[0]
+    begin = opening(tokenizer)
+    for number, row in enumerate(rows):
+        assert len(row) == 3000 and row[: len(begin)] == begin
+        own, lines = documents[number % 2], tokenizer.decode(row[len(begin) :]).split("\n")
+        heads = [
+            form[0].split("{")[0] for form in fact_forms()[own["language"]]["forms"] if form[0]
+        ]
+        stated = [line for line in lines if any(head and line.startswith(head) for head in heads)]
+        # ten facts, some of whose forms begin with a name, are said in the text and at its end
+        again = [line for line, times in Counter(stated).items() if times == 2]
+        assert len(again) >= 5, stated
+        texts[own["id"]] += sum(line in own["text"] for line in lines if len(line) > 20)
+    assert min(texts.values()) > 10
+    assert fact_rows(tokenizer, documents, rows=0, **how) == []
+    with pytest.raises(UserError, match="--length 40 is too short for --facts: 1 facts and their"):
+        fact_rows(tokenizer, documents, rows=1, length=40, seed=0)
 
 
 BAD = {
