@@ -9,8 +9,8 @@ r"""Fits which tokens a model keeps on real documents and the questions that peo
 no document of --without: choose by these, and read the test half once, at the end. Rows are
 passages of the documents of --sets, with the questions whose answers lie in them and their right
 answers: what the model looks at then is worth keeping (hf_infini.fit_keep_score). --facts adds rows
-of their text with invented facts, as `hf-infini fit` makes them, which needs no questions: without
-these the score keeps what people ask about and loses a single line that is unlike its text.
+of their text with invented facts, as `hf-infini fit` makes them, which needs no questions. Without
+these rows the score keeps what people ask about, and loses a single line that is unlike its text.
 
 Nothing is kept of a fit that was stopped: the same command begins it again. Writes the folder OUT,
 for --adapter and hf_infini.load_adapter, and OUT.json, which says what it was made from.

@@ -33,7 +33,7 @@ from ..options import check_number, one_segment
 # What the shares of layers are rounded to, times the largest: each size that differs takes a layout
 # for every call
 LEVELS = (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
-# More than in proportion: 1.5 answered questions better than 1 and 2, water-filling no better
+# A layer that looks back twice as hard gets 2.8 times the places: answers are better than with 2
 SHARPNESS = 1.5
 ALIKE = (
     1e-5  # of inputs that differ by the rounding of float32 sums: their variance to their square
