@@ -25,6 +25,12 @@ from ..cache.files import dtype_of
 from ..layers.memory_layer import PARAMETERS, gates_of, memory_layers
 
 GGUF = ".gguf"
+# How a tokenizer reads text in which nothing is a special token
+PLAIN_TEXT: dict[str, Any] = {
+    "add_special_tokens": False,
+    "split_special_tokens": True,
+    "verbose": False,
+}
 
 
 def find_folder(path: str | Path, what: str = "folder") -> Path | None:

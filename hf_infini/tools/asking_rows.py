@@ -6,12 +6,11 @@ import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from ..models.loading import opening
+from ..models.loading import PLAIN_TEXT, opening
 from ..ops.checks import check_types
 from ..options import check_number
 
@@ -57,31 +56,45 @@ def asking_rows(
     check_number("rows", rows, {"at_least": 1})
     check_number("length", length, {"at_least": 1})
 
-    def encode(texts: Sequence[str]) -> list[list[int]]:
-        how: dict[str, Any] = {
-            "add_special_tokens": False,
-            "split_special_tokens": True,
-            "verbose": False,
-        }
-        return tokenizer(list(texts), **how)["input_ids"]
-
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError(
             "the text has halves of characters (surrogates): decode its file with errors='replace'."
         )
-    [running] = encode([text])
+    [running] = tokenizer([text], **PLAIN_TEXT)["input_ids"]
     if not running:
         raise ValueError("rows are made of running text, and this one is empty.")
-    made, languages, begin = [], [*fact_forms()], opening(tokenizer)
-    for number in range(rows):
-        rng = random.Random(f"{seed}/{number}")
+    languages = [*fact_forms()]
+    return [
+        row_of_text(
+            random.Random(f"{seed}/{number}"),
+            tokenizer,
+            running,
+            length,
+            languages[number % len(languages)],
+        )
+        for number in range(rows)
+    ]
 
-        def take(count: int, first: int = rng.randrange(len(running))) -> list[int]:
-            return [running[(first + place) % len(running)] for place in range(count)]
 
-        language = languages[number % len(languages)]
-        made.append(begin + asking_row(rng, encode, take, length - len(begin), language)[0])
-    return made
+def row_of_text(
+    rng: random.Random,
+    tokenizer: PreTrainedTokenizerBase,
+    running: Sequence[int],
+    length: int,
+    language: str,
+) -> list[int]:
+    """An [`asking_row`] of `length` tokens, whose text goes on from any place of `running`, ids of
+    text, and begins again at its end; in front of it what `tokenizer` puts in front of texts. `rng`
+    and `language`: as there."""
+    first, begin = rng.randrange(len(running)), opening(tokenizer)
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        return tokenizer(list(texts), **PLAIN_TEXT)["input_ids"]
+
+    def take(count: int) -> list[int]:
+        return [running[(first + place) % len(running)] for place in range(count)]
+
+    return begin + asking_row(rng, encode, take, length - len(begin), language)[0]
 
 
 def asking_row(

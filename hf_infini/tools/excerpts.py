@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..models.loading import PLAIN_TEXT
+
 AROUND = 200  # characters that are shown on either side of what is marked
 
 
@@ -29,8 +31,7 @@ def token_borders(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor | Non
     """
     if not tokenizer.is_fast:
         return None
-    how = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-    found = tokenizer(text, return_offsets_mapping=True, **how)["offset_mapping"]
+    found = tokenizer(text, return_offsets_mapping=True, **PLAIN_TEXT)["offset_mapping"]
     borders = torch.tensor(found, dtype=torch.long).view(-1, 2)
     begins = torch.cat([borders[:, 0], torch.tensor([len(text)])])
     begins[0] = 0

@@ -33,7 +33,7 @@ from ..options import check_number, one_segment
 # What the shares of layers are rounded to, times the largest: each size that differs takes a layout
 # for every call
 LEVELS = (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
-# A layer that looks back twice as hard gets 2.8 times the places: answers are better than with 2
+# The power by which shares grow: 1.5 answers a little better than 1 (docs/notes/documents.md)
 SHARPNESS = 1.5
 ALIKE = (
     1e-5  # of inputs that differ by the rounding of float32 sums: their variance to their square
@@ -119,8 +119,8 @@ def fit_keep_score(
             for name, each in layers.items()
         }
         peaks = {layer: float(square.max()) ** (SHARPNESS / 2) for layer, square in squares.items()}
-        for levels in (LEVELS, LEVELS[:4], LEVELS[:3], LEVELS[:2], LEVELS[:1]):
-            config.kept_shares = shares_of_layers(peaks, config.num_hidden_layers, levels)
+        for sizes in range(len(LEVELS), 0, -1):
+            config.kept_shares = shares_of_layers(peaks, config.num_hidden_layers, LEVELS[:sizes])
             # else the model would see distances that it was not trained for
             if config.places <= trained_places(config):
                 break

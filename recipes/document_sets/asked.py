@@ -8,11 +8,10 @@ from transformers import PreTrainedTokenizerBase
 
 from cli import UserError
 from evaluation.prompts import ASKED
-from hf_infini.models.loading import opening
-from hf_infini.tools.asking_rows import asking_row
+from hf_infini.models.loading import PLAIN_TEXT, opening
+from hf_infini.tools.asking_rows import row_of_text
 
 STEPS = 4  # passages begin so often in the tokens of one
-PLAIN_TEXT = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
 
 
 def asked_rows(
@@ -123,23 +122,14 @@ def fact_rows(
         UserError: the facts of a row and their questions take more than `length`.
     """
     sets = list(dict.fromkeys(document["set"] for document in documents))
-    begin, made = opening(tokenizer), []
-
-    def encode(texts: Sequence[str]) -> list[list[int]]:
-        return tokenizer(list(texts), **PLAIN_TEXT)["input_ids"]
-
+    made = []
     for number in range(rows):
         rng = random.Random(f"{seed}/{number}")
         own = [document for document in documents if document["set"] == sets[number % len(sets)]]
         document = rng.choice(own)
-        [running] = encode([document["text"]])
-
-        def take(count: int, ids=running, first: int = rng.randrange(len(running))) -> list[int]:
-            return [ids[(first + place) % len(ids)] for place in range(count)]
-
-        room = length - len(begin)
+        [running] = tokenizer([document["text"]], **PLAIN_TEXT)["input_ids"]
         try:
-            made.append(begin + asking_row(rng, encode, take, room, document["language"])[0])
+            made.append(row_of_text(rng, tokenizer, running, length, document["language"]))
         except ValueError as error:
             raise UserError(f"--length {length:,} is too short for --facts: {error}") from None
     return made

@@ -11,6 +11,7 @@ from cli import UserError
 from corpora.blocks import read_documents
 from evaluation.inference import load_model, read_in_chunks
 from evaluation.perplexity import losses_of, prepared_rows
+from hf_infini.models.loading import PLAIN_TEXT
 from hf_infini.options import context_limit
 from support.measurement import cache_bytes
 from support.prepared import REMEDY
@@ -142,8 +143,7 @@ def encode_documents(tokenizer, texts: list[str]) -> tuple[list[np.ndarray], lis
     """The tokens of each text as recipes/prepare.py makes them, followed by the end-of-text token,
     and the number of characters that each token adds; a letter of several tokens counts with the
     first."""
-    plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-    encoded = tokenizer(texts, **plain, return_offsets_mapping=True)
+    encoded = tokenizer(texts, **PLAIN_TEXT, return_offsets_mapping=True)
     tokens, characters = [], []
     for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         covered = np.maximum.accumulate(

@@ -114,8 +114,7 @@ def test_it_writes_the_fit_on_rows_of_the_development_half(folder, tmp_path):
     model = load_causal_lm(folder / "model", dtype=torch.float32).eval()
     tokenizer = load_tokenizer(folder / "model", model)
     rows = asked_rows(tokenizer, documents, rows=3, passage=PASSAGE, least=3, length=LENGTH, seed=0)
-    facts = fact_rows(tokenizer, documents, rows=2, length=LENGTH, seed=0)
-    rows += facts
+    rows += fact_rows(tokenizer, documents, rows=2, length=LENGTH, seed=0)
     assert record["tokens"] == [len(row) for row in rows]
     patch_model(model, **WINDOW, kept_tokens=252, keep_score="learned")
     fit_keep_score(model, rows, progress=False)
@@ -140,10 +139,9 @@ def test_rows_of_facts_are_text_of_a_document_with_facts_in_its_language():
     for number, row in enumerate(rows):
         assert len(row) == 3000 and row[: len(begin)] == begin
         own, lines = documents[number % 2], tokenizer.decode(row[len(begin) :]).split("\n")
-        heads = [
-            form[0].split("{")[0] for form in fact_forms()[own["language"]]["forms"] if form[0]
-        ]
-        stated = [line for line in lines if any(head and line.startswith(head) for head in heads)]
+        forms = fact_forms()[own["language"]]["forms"]
+        heads = tuple(head for form in forms if (head := form[0].split("{")[0]))
+        stated = [line for line in lines if line.startswith(heads)]
         # ten facts, some of whose forms begin with a name, are said in the text and at its end
         again = [line for line, times in Counter(stated).items() if times == 2]
         assert len(again) >= 5, stated
