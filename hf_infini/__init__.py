@@ -29,6 +29,7 @@ from .tools.estimate import estimate
 from .tools.inspection import inspect_attention
 from .tools.keep_score import fit_keep_score
 from .tools.reader import Reader
+from .tools.text_rows import text_rows
 
 GPT2InfiniAttention = infini_class(GPT2Attention)
 transformers.AutoConfig.register("causal_mha", CausalMHAConfig, exist_ok=True)
@@ -62,4 +63,4 @@ __all__ += [
     "load_adapter",
     "lora_config",
 ]
-__all__ += ["naive_infini_attention", "patch_model", "save_adapter", "unpatch_model"]
+__all__ += ["naive_infini_attention", "patch_model", "save_adapter", "text_rows", "unpatch_model"]

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ..models.loading import PLAIN_TEXT, opening
 from ..ops.checks import check_types
 from ..options import check_number
+from .text_rows import ids_of_text
 
 TOKENS_PER_FACT = 280  # a row of 1,700 tokens states six facts
 SYLLABLES = "ba ce di fo gu la me ni po ru sa te vi zo xa lu mo ra pe ki".split()
@@ -55,14 +56,7 @@ def asking_rows(
     """
     check_number("rows", rows, {"at_least": 1})
     check_number("length", length, {"at_least": 1})
-
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(
-            "the text has halves of characters (surrogates): decode its file with errors='replace'."
-        )
-    [running] = tokenizer([text], **PLAIN_TEXT)["input_ids"]
-    if not running:
-        raise ValueError("rows are made of running text, and this one is empty.")
+    running = ids_of_text(tokenizer, text)
     languages = [*fact_forms()]
     return [
         row_of_text(

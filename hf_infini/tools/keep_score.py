@@ -1,12 +1,15 @@
 """Fits the learned `keep_score` of a model in closed form: one pass over a few rows, no gradient.
 
 What is worth keeping is what later tokens will look at. So the plain model, which still sees
-everything, is asked: the target of a token is the largest attention that any query at least
-`distance` tokens later gives it, over those queries and the query heads of its group.
-`keep_weight`, a vector for each key/value head, is its ridge regression on the layer's input. Few
+everything, is asked: the target of a token is the largest attention that any query that counts
+gives it, over those queries and the query heads of its group. Passages are read twice, and the
+queries of the second reading count, for what a model looks at to read a passage again is what it
+needs to know of it (KVzip, arXiv:2505.23416, does so for every text; here a score learns it). Rows
+that ask for what they said are read once, and queries at least `distance` tokens later count.
+`keep_weight`, a vector for each key/value head, is a ridge regression on the layer's input. Few
 layers look far back at single tokens, and the others have little use for kept ones: a layer's share
 of the places is about in proportion to the root mean square of its targets, in the head in which
-that is largest, to the power of `SHARPNESS`.
+that is largest.
 """
 
 import contextlib
@@ -32,9 +35,7 @@ from ..options import check_number, one_segment
 
 # What the shares of layers are rounded to, times the largest: each size that differs takes a layout
 # for every call
-LEVELS = (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
-# The power by which shares grow: 1.5 answers a little better than 1 (docs/notes/documents.md)
-SHARPNESS = 1.5
+LEVELS = (1, 1 / 2, 1 / 4, 1 / 8)
 ALIKE = (
     1e-5  # of inputs that differ by the rounding of float32 sums: their variance to their square
 )
@@ -45,8 +46,9 @@ ALIKE = (
 @torch.no_grad()
 def fit_keep_score(
     model: Model,
-    rows: Sequence | Tensor,
+    rows: Sequence | Tensor = (),
     *,
+    passages: Sequence | Tensor = (),
     distance: int = 256,
     ridge: float = 1e-3,
     share_out: bool = True,
@@ -58,11 +60,12 @@ def fit_keep_score(
 
     Args:
         model: a patched model, on any device; of quantized weights too.
-        rows: lists or tensors of token ids, one document each, such as 24 of 1,700 tokens. Rows
-            that ask at their end for what was said far before teach most; plain text without
-            questions teaches less.
-        distance: in tokens, from a token to the nearest query that counts; about as many as a
-            window has.
+        rows: lists or tensors of token ids that ask at their end for what they said far before,
+            such as 24 of 1,700 tokens ([`hf_infini.asking_rows`]).
+        passages: likewise, of any running text, such as 24 of 850 tokens
+            ([`hf_infini.text_rows`]); each is read twice, its sinks once.
+        distance: in tokens, from a token of `rows` to the nearest query that counts; about as many
+            as a window has.
         ridge: penalty of the regression, as a share of the mean square of the inputs.
         share_out: whether layers that look far back at single tokens get more of the places, and
             the others fewer; together as many, but for rounding down. None gets more places than
@@ -70,10 +73,10 @@ def fit_keep_score(
         progress: whether a bar is shown.
 
     Raises:
-        ValueError: the model keeps no tokens; a row is not longer than `distance` and its sinks, or
-            has no ids of the model's; all their tokens are the same to a layer; `distance` is below
-            1, or `ridge` negative. After this or any other error, also Ctrl-C, the model is as it
-            was.
+        ValueError: the model keeps no tokens; there are neither rows nor passages; a row is not
+            longer than `distance` and its sinks, or a passage than its sinks; they have no ids of
+            the model's; all their tokens are the same to a layer; `distance` is below 1, or `ridge`
+            negative. After this or any other error, also Ctrl-C, the model is as it was.
     """
     check_number("distance", distance, {"at_least": 1})
     check_number("ridge", ridge, {"at_least": 0})
@@ -85,7 +88,7 @@ def fit_keep_score(
             'share_out=False with keep_score="half" or "learned".'
         )
     config = decoder_of(model).config
-    rows = _ids_of(rows, distance, config)
+    readings = _readings(rows, passages, distance, config)
     # Of each layer the sums of products of all tokens' [input, 1, targets]; without a learned score
     # of [1, targets]
     widths = {
@@ -94,10 +97,13 @@ def fit_keep_score(
     }
     sizes = {name: widths[name] + 1 + layer.head_counts[1] for name, layer in layers.items()}
     sums = {name: torch.zeros(size, size).double() for name, size in sizes.items()}
-    device = device_of(layers[next(iter(layers))])
-    with _observed(model, layers, sums, max(map(len, rows)), distance):
-        for row in tqdm(rows, desc="fitting the score", unit="row", disable=not progress):
-            model(input_ids=row[None].to(device), use_cache=False, logits_to_keep=1)
+    device, count = device_of(layers[next(iter(layers))]), sum(len(read) for read, _ in readings)
+    with tqdm(total=count, desc="fitting the score", unit="row", disable=not progress) as bar:
+        for read, far in readings:
+            with _observed(model, layers, sums, max(map(len, read)), far):
+                for row in read:
+                    model(input_ids=row[None].to(device), use_cache=False, logits_to_keep=1)
+                    bar.update()
     if not all(bool(products.isfinite().all()) for products in sums.values()):
         raise ValueError(
             f"the model, in {model.dtype}, computes numbers that are not finite: "
@@ -109,8 +115,8 @@ def fit_keep_score(
             if not bool(weight.isfinite().all()):
                 raise ValueError(
                     f"the rows teach no score: the inputs of layer {layer.layer_idx} are the same "
-                    "at all of their tokens, as in rows of one repeated token. Give rows of text, "
-                    "such as those of hf_infini.asking_rows."
+                    "at all of their tokens, as in rows of one repeated token. Give text, such as "
+                    "that of hf_infini.text_rows."
                 )
             layer.keep_weight.copy_(weight)
     if share_out:
@@ -118,7 +124,7 @@ def fit_keep_score(
             each.layer_idx: sums[name].diagonal()[-each.head_counts[1] :]
             for name, each in layers.items()
         }
-        peaks = {layer: float(square.max()) ** (SHARPNESS / 2) for layer, square in squares.items()}
+        peaks = {layer: float(square.max()) ** 0.5 for layer, square in squares.items()}
         for sizes in range(len(LEVELS), 0, -1):
             config.kept_shares = shares_of_layers(peaks, config.num_hidden_layers, LEVELS[:sizes])
             # else the model would see distances that it was not trained for
@@ -126,35 +132,62 @@ def fit_keep_score(
                 break
 
 
-def _ids_of(rows: Sequence | Tensor, distance: int, config) -> list[Tensor]:
-    """The rows as tensors of token ids; errors as of [`fit_keep_score`]."""
+def _readings(
+    rows: Sequence | Tensor, passages: Sequence | Tensor, distance: int, config
+) -> list[tuple[list[Tensor], int | None]]:
+    """What the model reads, and from what distance on queries count; `None`: texts with a second
+    reading, whose queries count. Errors as of [`fit_keep_score`]."""
+    asking = _ids_of("rows", rows, distance, config)
+    once = _ids_of("passages", passages, None, config)
+    if not (asking or once):
+        raise ValueError(
+            "there is nothing to fit on: give rows, such as those of hf_infini.asking_rows, "
+            "passages, such as those of hf_infini.text_rows, or both."
+        )
+    twice = [torch.cat([passage, passage[config.sink_tokens :]]) for passage in once]
+    readings: list[tuple[list[Tensor], int | None]] = [(asking, distance), (twice, None)]
+    return [(read, far) for read, far in readings if read]
+
+
+def _ids_of(name: str, rows: Sequence | Tensor, distance: int | None, config) -> list[Tensor]:
+    """The rows or passages, as `name` says, as tensors of token ids; `distance`: `None` of
+    passages; errors as of [`fit_keep_score`]."""
     try:
         found = [torch.as_tensor(row).flatten() for row in rows]
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"rows must be lists or tensors of token ids: {error}") from None
-    shortest = distance + config.sink_tokens + 1
-    if not found or (short := min(map(len, found))) <= shortest:
-        given = f"one of {short:,}" if found else "none"
+        raise TypeError(f"{name} must be lists or tensors of token ids: {error}") from None
+    if not found:
+        return []
+    shortest = (distance or 0) + config.sink_tokens + 1
+    if (short := min(map(len, found))) <= shortest:
+        why, remedy = "their sinks are not scored", ""
+        if distance is not None:
+            why, remedy = f"only queries {distance:,} tokens later count", ", or a smaller distance"
         raise ValueError(
-            f"rows must have more than {shortest:,} tokens, as only queries {distance:,} tokens "
-            f"later count; got {given}. Give longer rows, or a smaller distance."
+            f"{name} must have more than {shortest:,} tokens, as {why}; got one of {short:,}. Give "
+            f"longer {name}{remedy}."
         )
     for row in found:
-        check_ids("rows", row, config.vocab_size)
+        check_ids(name, row, config.vocab_size)
     if all(bool((row == row[0]).all()) for row in found):
         raise ValueError(
-            "the rows teach no score: each is one repeated token. Give rows of text, such as those "
-            "of hf_infini.asking_rows."
+            f"the {name} teach no score: each is one repeated token. Give text, such as that of "
+            "hf_infini.text_rows."
         )
     return found
 
 
 @contextlib.contextmanager
 def _observed(
-    model, layers: dict[str, MemoryLayerMixin], sums: dict[str, Tensor], longest: int, distance: int
+    model,
+    layers: dict[str, MemoryLayerMixin],
+    sums: dict[str, Tensor],
+    longest: int,
+    distance: int | None,
 ) -> Iterator[None]:
     """Within it, the softmax of a patched model sees all of a row, of at most `longest` tokens, as
-    that of the plain model; and every call of the layers adds its tokens to the sums."""
+    that of the plain model; and every call of the layers adds its tokens to the sums. `distance`:
+    `None` where a row is a passage that is read twice, of which the first reading's are added."""
     config = decoder_of(model).config
     names = {layer.layer_idx: name for name, layer in layers.items()}
 
@@ -164,10 +197,16 @@ def _observed(
         found: Any = attend_grid(call._replace(softmax=replace(call.softmax, written_out=True)))
         tokens, (output, _, weights) = inputs.shape[1], found
         # of each query its own segment, which is the row
-        far = weights[0, :, :, -longest:][..., :tokens].tril(-distance)
+        far = weights[0, :, :, -longest:][..., :tokens]
+        if distance is None:
+            end = (tokens + config.sink_tokens) // 2
+            far = far[:, end:]
+        else:
+            end = tokens - distance
+            far = far.tril(-distance)
         targets = far.unflatten(0, (call.tokens.key.shape[1], -1)).amax((1, 2))
         # The others are sinks, or seen by no query that counts
-        counted = slice(config.sink_tokens, tokens - distance)
+        counted = slice(config.sink_tokens, end)
         width = len(sums[name]) - 1 - len(targets)
         inputs, targets = inputs[0, counted, :width], targets[:, counted].T
         together = torch.cat([inputs, inputs.new_ones(len(inputs), 1), targets.to(inputs)], 1)
@@ -184,8 +223,8 @@ def _observed(
 def shares_of_layers(
     peaks: dict[int, float], count: int, levels: Sequence[float] = LEVELS
 ) -> list[float]:
-    """How much each of `count` layers keeps, beside the mean of those with a memory: `peaks`, what
-    their targets come to, rounded to the `levels`, shares of the largest."""
+    """How much each of `count` layers keeps, beside the mean of those with a memory: `peaks`, the
+    root mean squares of their targets, rounded to the `levels`, shares of the largest."""
     largest, least = max(peaks.values()), torch.finfo(torch.double).tiny
     near = {
         layer: math.log(max(peak, least) / max(largest, least)) for layer, peak in peaks.items()

@@ -20,7 +20,7 @@ FUNCTIONS = [
     "Reader",
     *("asking_rows", "backend_of", "cache_bytes", "estimate", "fit_keep_score", "infini_attention"),
     *("inspect_attention", "load_adapter", "lora_config", "patch_model", "save_adapter"),
-    *("naive_infini_attention", "unpatch_model"),
+    *("naive_infini_attention", "text_rows", "unpatch_model"),
     *("InfiniCache.save_pretrained", "InfiniCache.from_pretrained", "InfiniCache.attention_mask"),
     *("InfiniCache.reorder_cache", "InfiniCache.batch_repeat_interleave"),
     "InfiniCache.batch_select_indices",

@@ -20,6 +20,7 @@ from hf_infini.compat.cache_name import CACHE
 from hf_infini.tools import ready
 from hf_infini.tools.asking_rows import asking_rows, fact_forms
 from hf_infini.tools.documents import read_document
+from hf_infini.tools.text_rows import text_rows
 from models import gpt2, token_ids
 from running import ROOT, sample_text
 
@@ -117,6 +118,29 @@ def test_rows_ask_at_their_end_for_what_they_state():
         asking_rows(tokenizer, "text", length=30)
     begin_with_bos(tokenizer)
     begun = asking_rows(tokenizer, sample_text(), rows=6, length=601, seed=3)
+    assert begun == [[tokenizer.bos_token_id, *row] for row in rows]
+
+
+def test_passages_are_of_all_parts_of_a_text():
+    text = sample_text()
+    tokenizer = build_character_tokenizer([text, string.printable])
+    rows = text_rows(tokenizer, text, rows=7, length=150, seed=3)
+    assert rows == text_rows(tokenizer, text, rows=7, length=150, seed=3)
+    assert rows != text_rows(tokenizer, text, rows=7, length=150, seed=4)
+    pieces = [tokenizer.decode(row) for row in rows]
+    assert all(len(row) == 150 for row in rows) and all(piece in text for piece in pieces)
+    begins, part = [text.index(piece) for piece in pieces], (len(text) - 149) / 7
+    assert all(int(number * part) <= at < (number + 1) * part for number, at in enumerate(begins))
+    [whole] = text_rows(tokenizer, text, rows=1, length=len(text))
+    assert tokenizer.decode(whole) == text
+    [again] = text_rows(tokenizer, "abc", rows=1, length=8)
+    assert tokenizer.decode(again) == "abcabcab"
+    with pytest.raises(ValueError, match="rows are made of running text, and this one is empty"):
+        text_rows(tokenizer, "")
+    begin_with_bos(tokenizer)
+    with pytest.raises(ValueError, match="length must be at least 2; got 1"):
+        text_rows(tokenizer, text, length=1)
+    begun = text_rows(tokenizer, text, rows=7, length=151, seed=3)
     assert begun == [[tokenizer.bos_token_id, *row] for row in rows]
 
 
