@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ..models.loading import PLAIN_TEXT, opening
 from ..ops.checks import check_types
 from ..options import check_number
-from .text_rows import ids_of_text
+from .text_rows import ids_from, ids_of_text
 
 TOKENS_PER_FACT = 280  # a row of 1,700 tokens states six facts
 SYLLABLES = "ba ce di fo gu la me ni po ru sa te vi zo xa lu mo ra pe ki".split()
@@ -85,9 +85,7 @@ def row_of_text(
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return tokenizer(list(texts), **PLAIN_TEXT)["input_ids"]
 
-    def take(count: int) -> list[int]:
-        return [running[(first + place) % len(running)] for place in range(count)]
-
+    take = functools.partial(ids_from, running, first)
     return begin + asking_row(rng, encode, take, length - len(begin), language)[0]
 
 

@@ -39,6 +39,7 @@ LEVELS = (1, 1 / 2, 1 / 4, 1 / 8)
 ALIKE = (
     1e-5  # of inputs that differ by the rounding of float32 sums: their variance to their square
 )
+REMEDY = "Give text, such as that of hf_infini.asking_rows or hf_infini.text_rows"
 
 
 @check_types
@@ -115,8 +116,7 @@ def fit_keep_score(
             if not bool(weight.isfinite().all()):
                 raise ValueError(
                     f"the rows teach no score: the inputs of layer {layer.layer_idx} are the same "
-                    "at all of their tokens, as in rows of one repeated token. Give text, such as "
-                    "that of hf_infini.text_rows."
+                    f"at all of their tokens, as in rows of one repeated token. {REMEDY}."
                 )
             layer.keep_weight.copy_(weight)
     if share_out:
@@ -145,8 +145,7 @@ def _readings(
             "passages, such as those of hf_infini.text_rows, or both."
         )
     twice = [torch.cat([passage, passage[config.sink_tokens :]]) for passage in once]
-    readings: list[tuple[list[Tensor], int | None]] = [(asking, distance), (twice, None)]
-    return [(read, far) for read, far in readings if read]
+    return [(read, far) for read, far in ((asking, distance), (twice, None)) if read]
 
 
 def _ids_of(name: str, rows: Sequence | Tensor, distance: int | None, config) -> list[Tensor]:
@@ -170,10 +169,7 @@ def _ids_of(name: str, rows: Sequence | Tensor, distance: int | None, config) ->
     for row in found:
         check_ids(name, row, config.vocab_size)
     if all(bool((row == row[0]).all()) for row in found):
-        raise ValueError(
-            f"the {name} teach no score: each is one repeated token. Give text, such as that of "
-            "hf_infini.text_rows."
-        )
+        raise ValueError(f"the {name} teach no score: each is one repeated token. {REMEDY}.")
     return found
 
 

@@ -1,6 +1,7 @@
 """Passages of running text that a score of kept tokens is fitted on."""
 
 import random
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -42,12 +43,14 @@ def text_rows(
     places = max(1, len(ids) - count + 1)  # where a passage can begin
     made = []
     for row in range(rows):
-        part = range(
-            places * row // rows, max(places * (row + 1) // rows, places * row // rows + 1)
-        )
-        first = rng.choice(part)
-        made.append(begin + [ids[(first + place) % len(ids)] for place in range(count)])
+        low, high = places * row // rows, places * (row + 1) // rows
+        made.append(begin + ids_from(ids, rng.randrange(low, max(high, low + 1)), count))
     return made
+
+
+def ids_from(ids: Sequence[int], first: int, count: int) -> list[int]:
+    """`count` of a text's ids from number `first` on, and from its beginning again at its end."""
+    return [ids[(first + place) % len(ids)] for place in range(count)]
 
 
 def ids_of_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -10,6 +10,7 @@ from cli import UserError
 from evaluation.prompts import ASKED
 from hf_infini.models.loading import PLAIN_TEXT, opening
 from hf_infini.tools.asking_rows import row_of_text
+from hf_infini.tools.text_rows import ids_of_text
 
 STEPS = 4  # passages begin so often in the tokens of one
 
@@ -127,7 +128,7 @@ def fact_rows(
         rng = random.Random(f"{seed}/{number}")
         own = [document for document in documents if document["set"] == sets[number % len(sets)]]
         document = rng.choice(own)
-        [running] = tokenizer([document["text"]], **PLAIN_TEXT)["input_ids"]
+        running = ids_of_text(tokenizer, document["text"])
         try:
             made.append(row_of_text(rng, tokenizer, running, length, document["language"]))
         except ValueError as error:
