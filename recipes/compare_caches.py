@@ -16,9 +16,9 @@ together.
 plain       the model as it is: its cache grows with the text;
 window      sinks, and a window of all other tokens;
 random      sinks, a window (--window, --segments), and tokens kept by chance;
-attention, learned, half, key_norm
-            the same, kept by that `keep_score`; learned and half take the scores of --adapter, made
-            by hf-infini fit.
+attention, learned, half, two_learned, key_norm
+            the same, kept by that `keep_score`; learned, half and two_learned take the scores of
+            --adapter, made by hf-infini fit.
 
 recall      as recent, which keeps the latest tokens, but all tokens are in an archive in host
             memory, and each question puts those that share its rarest words in their places

@@ -223,7 +223,7 @@ def check_options(options: Options) -> None:
     tuned = [name for name in options.ways if name.endswith("+lora")]
     if tuned and options.lora is None and options.adapter is None:
         raise UserError(f"{tuned[0]}: give the --lora, or an --adapter that has one")
-    if options.keep_score in ("learned", "half") and options.adapter is None:
+    if options.keep_score in ("learned", "half", "two_learned") and options.adapter is None:
         raise UserError(
             f"--keep_score {options.keep_score}: give the --adapter that has its scores"
         )

@@ -70,10 +70,11 @@ def test_a_layer_rounds_the_learned_score_as_the_page_says():
     for layer in memory_layers(model).values():
         layer.keep_weight.data.normal_(generator=draw)
         exact = torch.einsum("btd,hd->bht", hidden.double(), layer.keep_weight.data.double())
+        exact = exact.unsqueeze(-1)
         mantissa, exponent = exact.frexp()
         expected = (mantissa * 2**15).round().ldexp(exponent - 15)
         steps = [layer.learned_score(part) for part in hidden.split([1, 1, 7, 31], 1)]
-        for score in (layer.learned_score(hidden), torch.cat(steps, -1)):
+        for score in (layer.learned_score(hidden), torch.cat(steps, 2)):
             assert torch.equal(score.double(), expected)
         assert not torch.equal(exact.float().double(), expected)
 

@@ -107,6 +107,7 @@ class MemoryLayerMixin(nn.Module):
     memory_write: Tensor  # times the input: the logarithm of a token's weight, `[kv_heads, width]`
     # times the input: a token's score, `[kv_heads, width]`; set it, for a choice has no gradient
     keep_weight: Tensor
+    passage_keep_weight: Tensor  # likewise, of a second score
 
     @property
     def window(self) -> Window:
@@ -121,6 +122,12 @@ class MemoryLayerMixin(nn.Module):
     @property
     def keep_score(self) -> TokenScore:
         return SCORES[self.options.keep_score]
+
+    @property
+    def keep_weights(self) -> dict[str, Tensor]:
+        """The parameters of a learned score, `[kv_heads, width]` each, by name."""
+        names = self.keep_score.learns if self.options.kept_tokens else ()
+        return {name: getattr(self, name) for name in names}
 
     def first_values(self, width: int) -> dict[str, Tensor]:
         """The first value of each parameter beside the gate, by its name; `width`: of the layer's
@@ -156,9 +163,8 @@ class MemoryLayerMixin(nn.Module):
             init.constant_(self.gate.weight, self.options.gate_init)
         for name, value in self.first_values(1).items():  # the same for all numbers of the input
             init.copy_(getattr(self, name), value.expand_as(getattr(self, name)))
-        for name in self.keep_score.learns:
-            if hasattr(self, name):
-                getattr(self, name).requires_grad_(False)  # which loading does not keep
+        for weight in self.keep_weights.values():
+            weight.requires_grad_(False)  # which loading does not keep
 
     def begin(self, hidden_states: Tensor, infini: SharedInputs) -> tuple[Tensor, Attend]:
         """The input of the projections, `[batch, tokens, width]`: `hidden_states`, perhaps with the
@@ -215,14 +221,11 @@ class MemoryLayerMixin(nn.Module):
         return hidden_states, attend_with_memory
 
     def learned_score(self, hidden_states: Tensor) -> Tensor | None:
-        """What the layer has learned of which tokens are kept, `[batch, kv_heads, tokens]`, in
-        float32; `None`: nothing. `hidden_states`: the input of its projections."""
-        score = self.keep_score
-        if not (score.learns and self.window.kept_tokens):
+        """What the layer has learned of which tokens are kept, `[batch, kv_heads, tokens,
+        learned]`, in float32; `None`: nothing. `hidden_states`: the input of its projections."""
+        if not (self.keep_weights and self.window.kept_tokens):
             return None
-        return score.of_inputs(
-            hidden_states, **{name: getattr(self, name) for name in score.learns}
-        )
+        return self.keep_score.of_inputs(hidden_states, **self.keep_weights)
 
     def log_weight(self, hidden_states: Tensor) -> Tensor | None:
         """The log weight of each token, or its log rates, `[batch, kv_heads, tokens, rates]`;

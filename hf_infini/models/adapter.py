@@ -155,8 +155,8 @@ def load_adapter(
         path: a folder, or a name on the Hub.
         kept_tokens: how many tokens a head keeps on average, by the same scores; `None`: as many as
             when it was saved.
-        keep_score: one that learns the same: "learned" and "half" take each other's scores; `None`:
-            as when it was saved.
+        keep_score: one that learns the same: "learned" and "half" take each other's scores,
+            "two_learned" nobody's; `None`: as when it was saved.
         hub: `revision`, `token`, … of a name on the Hub.
 
     Returns:
@@ -321,7 +321,7 @@ def _memory_of(model, dtype: torch.dtype | None = None) -> tuple[dict, dict[str,
     unfitted = [
         str(layer.layer_idx)
         for layer in memory_layers(model).values()
-        if layer.window.kept_tokens and not getattr(layer, "keep_weight", torch.ones(1)).any()
+        if layer.window.kept_tokens and not all(each.any() for each in layer.keep_weights.values())
     ]
     if unfitted:
         raise ValueError(

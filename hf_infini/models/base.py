@@ -446,14 +446,19 @@ def warn_of_unfitted_score(base, tokens: float = math.inf) -> None:
     if tokens <= config.window.places - config.window.kept_tokens:
         return
     score_is_known.add(base)
-    layers = memory_layers(base).values()
-    weights = [layer.keep_weight for layer in layers if hasattr(layer, "keep_weight")]
-    if weights and not any(each.is_meta or bool(each.any()) for each in weights):
+    weights = [layer.keep_weights for layer in memory_layers(base).values()]
+    unfitted = [
+        name
+        for name in weights[0]
+        if not any(each[name].is_meta or bool(each[name].any()) for each in weights)
+    ]
+    if unfitted:
+        rows = "rows" if len(weights[0]) == 1 else "rows, passages=passages"
         warnings.warn(
-            f"keep_score={config.keep_score!r} is learned, and was not fitted yet: its weights are "
-            "zero, so that the earliest tokens are kept, whatever they say. Call "
-            "hf_infini.fit_keep_score(model, rows), or put a fitted adapter on the plain model "
-            "with hf_infini.load_adapter(model, path).",
+            f"keep_score={config.keep_score!r} is learned, and was not fitted yet: "
+            f"{' and '.join(unfitted)} of all layers are zero, so that the earliest tokens are "
+            f"kept, whatever they say. Call hf_infini.fit_keep_score(model, {rows}), or put a "
+            "fitted adapter on the plain model with hf_infini.load_adapter(model, path).",
             stacklevel=3,
         )
 

@@ -66,8 +66,8 @@ def infini_attention(
         gate: `[heads]`, the logit β; `None` with `update_rule="none"`, which has no memory.
         segment_length: tokens in a segment, L ≥ 1.
         update_rule, feature_map, local_segments, sink_tokens, kept_tokens, keep_score: as of
-            [`MemoryOptions`]; the scores of keep_score="learned" are `learned_score`. (Attention
-            sinks: arXiv 2309.17453.)
+            [`MemoryOptions`]; what a keep_score has learned is `learned_score`. (Attention sinks:
+            arXiv 2309.17453.)
         attention_mask: `[batch, tokens]`, 1 for real tokens; padding, anywhere, is in no segment,
             and its output is zero.
         position_ids: `[batch, tokens]`; a real token whose position does not go beyond the one
@@ -79,7 +79,8 @@ def infini_attention(
         log_weight: `[batch, kv_heads, tokens, 1]`, added to the memory's keys right before the
             feature map; with exponential features the logarithm of a token's weight. For the gated
             delta rule `[…, 2]`, log β and log α, neither positive.
-        learned_score: `[batch, kv_heads, tokens]`, which has no gradient.
+        learned_score: `[batch, kv_heads, tokens]`, or `[…, 2]` for keep_score="two_learned"; it has
+            no gradient.
         rotary: for rotary models, which give query and key un-rotated: the [`rotation`] of the
             places in the window, which has `sink_tokens + kept_tokens + (local_segments + 1) *
             segment_length` of them. The memory has no positions.
@@ -107,6 +108,8 @@ def infini_attention(
     rule = memory_rule(update_rule, feature_map=feature_map, eps=eps)
     score = token_score(keep_score)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
+    if learned_score is not None and learned_score.dim() == 3:
+        learned_score = learned_score.unsqueeze(-1)
     tokens = Tokens(key, value, log_weight, learned_score)
     check_arguments(query, tokens, gate, rule, score, window, rotary, far_rotary, **numbers)
     masks = {

@@ -120,7 +120,7 @@ def check_arguments(
         ("value", value, (batch, kv_heads, count, value.shape[3])),
         ("gate", gate, (heads,)),
         ("log_weight", log_weight, (batch, kv_heads, count, rates)),
-        ("learned_score", learned_score, (batch, kv_heads, count)),
+        ("learned_score", learned_score, (batch, kv_heads, count, len(score.learns))),
     ):
         if tensor is not None and tensor.shape != wanted:
             raise ValueError(

@@ -75,6 +75,8 @@ def naive_infini_attention(
     rule = memory_rule(update_rule, feature_map=feature_map, eps=eps)
     score = token_score(keep_score)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
+    if learned_score is not None and learned_score.dim() == 3:
+        learned_score = learned_score.unsqueeze(-1)
     tokens = Tokens(key, value, log_weight, learned_score)
     check_arguments(query, tokens, gate, rule, score, window, rotary, far_rotary, **numbers)
     check_shapes(query.shape[0], query.shape[2], attention_mask, memory_mask, position_ids)
@@ -92,7 +94,7 @@ def naive_infini_attention(
     options.far_from = far_from
     vars(options).update(rotary=rotary, turn=turn, softcap=softcap, dropout=dropout, eps=eps)
     learned = _widen(
-        key.new_zeros(key.shape[:3]) if learned_score is None else learned_score, state
+        key.new_zeros(*key.shape[:3], 0) if learned_score is None else learned_score, state
     )
     scores = _first_scores(score, key, value, learned) if kept_tokens else None
     masks = attention_mask, position_ids, memory_mask

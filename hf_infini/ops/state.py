@@ -328,7 +328,7 @@ class AttentionCall(NamedTuple):
     """What [`attend`] computes: [`infini_attention`] on a layout that is already made."""
 
     query: Tensor  # `[batch, heads, tokens, head_dim]`, not rotated
-    tokens: Tokens  # with the `learned_score` for the score, `[batch, kv_heads, tokens]`
+    tokens: Tokens  # with the `learned_score` for the score, `[batch, kv_heads, tokens, learned]`
     gate: Any  # β, `[heads]`; `None` without a memory
     # [`segment_layout`] of the tokens: a StepLayout or a GridLayout, as `fits` has found
     layout: Any

@@ -6,10 +6,11 @@ gives it, over those queries and the query heads of its group. Passages are read
 queries of the second reading count, for what a model looks at to read a passage again is what it
 needs to know of it (KVzip, arXiv:2505.23416, does so for every text; here a score learns it). Rows
 that ask for what they said are read once, and queries at least `distance` tokens later count.
-`keep_weight`, a vector for each key/value head, is a ridge regression on the layer's input. Few
+`keep_weight`, a vector for each key/value head, is a ridge regression on the layer's input; with
+`keep_score="two_learned"` that of the rows, and `passage_keep_weight` that of the passages. Few
 layers look far back at single tokens, and the others have little use for kept ones: a layer's share
 of the places is about in proportion to the root mean square of its targets, in the head in which
-that is largest.
+that is largest; of two scores to the geometric mean of both.
 """
 
 import contextlib
@@ -39,6 +40,7 @@ LEVELS = (1, 1 / 2, 1 / 4, 1 / 8)
 ALIKE = (
     1e-5  # of inputs that differ by the rounding of float32 sums: their variance to their square
 )
+LEAST = torch.finfo(torch.double).tiny  # what has no logarithm counts as this
 REMEDY = "Give text, such as that of hf_infini.asking_rows or hf_infini.text_rows"
 
 
@@ -56,15 +58,16 @@ def fit_keep_score(
     progress: bool = True,
 ) -> None:
     """Sets the `kept_shares` of a model that was patched with `kept_tokens`, and, with a learned
-    `keep_score`, the `keep_weight` of all layers; nothing else. A layer's weights for a row, heads
-    · tokens² numbers, are held at a time.
+    `keep_score`, the `keep_weight` of all layers, and `passage_keep_weight`, where they have one;
+    nothing else. A layer's weights for a row, heads · tokens² numbers, are held at a time.
 
     Args:
         model: a patched model, on any device; of quantized weights too.
         rows: lists or tensors of token ids that ask at their end for what they said far before,
             such as 24 of 1,700 tokens ([`hf_infini.asking_rows`]).
         passages: likewise, of any running text, such as 24 of 850 tokens
-            ([`hf_infini.text_rows`]); each is read twice, its sinks once.
+            ([`hf_infini.text_rows`]); each is read twice, its sinks once. A single score is fitted
+            on rows and passages together; keep_score="two_learned" needs both.
         distance: in tokens, from a token of `rows` to the nearest query that counts; about as many
             as a window has.
         ridge: penalty of the regression, as a share of the mean square of the inputs.
@@ -74,62 +77,87 @@ def fit_keep_score(
         progress: whether a bar is shown.
 
     Raises:
-        ValueError: the model keeps no tokens; there are neither rows nor passages; a row is not
-            longer than `distance` and its sinks, or a passage than its sinks; they have no ids of
-            the model's; all their tokens are the same to a layer; `distance` is below 1, or `ridge`
-            negative. After this or any other error, also Ctrl-C, the model is as it was.
+        ValueError: the model keeps no tokens; there are neither rows nor passages, or only one of
+            them for two scores; a row is not longer than `distance` and its sinks, or a passage
+            than its sinks; they have no ids of the model's; all their tokens are the same to a
+            layer; `distance` is below 1, or `ridge` negative. After this or any other error, also
+            Ctrl-C, the model is as it was.
     """
     check_number("distance", distance, {"at_least": 1})
     check_number("ridge", ridge, {"at_least": 0})
-    layers = memory_layers(model)
-    fitted = share_out or any(hasattr(layer, "keep_weight") for layer in layers.values())
-    if not (layers and decoder_of(model).config.kept_tokens and fitted):
+    layers, config = memory_layers(model), decoder_of(model).config
+    learns = next(iter(layers.values())).keep_weights if layers else {}
+    if not (layers and config.kept_tokens and (share_out or learns)):
         raise ValueError(
             "there is nothing to fit: patch the model with kept_tokens, such as 256, and for "
             'share_out=False with keep_score="half" or "learned".'
         )
-    config = decoder_of(model).config
     readings = _readings(rows, passages, distance, config)
-    # Of each layer the sums of products of all tokens' [input, 1, targets]; without a learned score
-    # of [1, targets]
-    widths = {
-        name: layer.keep_weight.shape[1] if hasattr(layer, "keep_weight") else 0
-        for name, layer in layers.items()
-    }
-    sizes = {name: widths[name] + 1 + layer.head_counts[1] for name, layer in layers.items()}
-    sums = {name: torch.zeros(size, size).double() for name, size in sizes.items()}
-    device, count = device_of(layers[next(iter(layers))]), sum(len(read) for read, _ in readings)
-    with tqdm(total=count, desc="fitting the score", unit="row", disable=not progress) as bar:
-        for read, far in readings:
-            with _observed(model, layers, sums, max(map(len, read)), far):
-                for row in read:
-                    model(input_ids=row[None].to(device), use_cache=False, logits_to_keep=1)
-                    bar.update()
-    if not all(bool(products.isfinite().all()) for products in sums.values()):
+    if len(learns) > 1 and len(readings) == 1:
         raise ValueError(
-            f"the model, in {model.dtype}, computes numbers that are not finite: "
-            "load it in another dtype."
+            f"keep_score={config.keep_score!r} fits a score on rows and another on passages: give "
+            f"both; got no {'rows' if readings[0][1] is None else 'passages'}."
         )
-    for name, layer in layers.items():
-        if hasattr(layer, "keep_weight"):
-            weight = ridge_regression(sums[name], len(layer.keep_weight), ridge)
+    observed = _sums_of(model, layers, readings, len(learns) > 1, progress)
+    for sums, name in zip(observed, learns, strict=False):
+        for key, layer in layers.items():
+            parameter = layer.keep_weights[name]
+            weight = ridge_regression(sums[key], len(parameter), ridge)
             if not bool(weight.isfinite().all()):
                 raise ValueError(
                     f"the rows teach no score: the inputs of layer {layer.layer_idx} are the same "
                     f"at all of their tokens, as in rows of one repeated token. {REMEDY}."
                 )
-            layer.keep_weight.copy_(weight)
+            parameter.copy_(weight)
     if share_out:
-        squares = {
-            each.layer_idx: sums[name].diagonal()[-each.head_counts[1] :]
-            for name, each in layers.items()
+        peaks = {
+            layer.layer_idx: statistics.geometric_mean(
+                max(_peak_of(sums[key], layer), LEAST) for sums in observed
+            )
+            for key, layer in layers.items()
         }
-        peaks = {layer: float(square.max()) ** 0.5 for layer, square in squares.items()}
         for sizes in range(len(LEVELS), 0, -1):
             config.kept_shares = shares_of_layers(peaks, config.num_hidden_layers, LEVELS[:sizes])
             # else the model would see distances that it was not trained for
             if config.places <= trained_places(config):
                 break
+
+
+def _nothing_of(layer: MemoryLayerMixin) -> Tensor:
+    """The sum of products of a layer, [`_sums_of`], of no token."""
+    width = max((weight.shape[1] for weight in layer.keep_weights.values()), default=0)
+    size = width + 1 + layer.head_counts[1]
+    return torch.zeros(size, size).double()
+
+
+def _peak_of(sums: Tensor, layer: MemoryLayerMixin) -> float:
+    """The root of the sum of squares of a layer's targets, in the head in which it is largest;
+    `sums`: as of [`_sums_of`]."""
+    return float(sums.diagonal()[-layer.head_counts[1] :].max()) ** 0.5
+
+
+def _sums_of(
+    model, layers: dict[str, MemoryLayerMixin], readings: list, apart: bool, progress: bool
+) -> list[dict[str, Tensor]]:
+    """Of each of the `readings`, as of [`_readings`], or, unless `apart`, of all together, and of
+    each layer the sum over the tokens of the products of [input, 1, targets]; without a learned
+    score of [1, targets]. ValueError where they are not finite."""
+    device, count = device_of(layers[next(iter(layers))]), sum(len(read) for read, _ in readings)
+    observed: list[dict[str, Tensor]] = []
+    with tqdm(total=count, desc="fitting the score", unit="row", disable=not progress) as bar:
+        for read, far in readings:
+            if apart or not observed:
+                observed.append({name: _nothing_of(layer) for name, layer in layers.items()})
+            with _observed(model, layers, observed[-1], max(map(len, read)), far):
+                for row in read:
+                    model(input_ids=row[None].to(device), use_cache=False, logits_to_keep=1)
+                    bar.update()
+    if not all(bool(each.isfinite().all()) for sums in observed for each in sums.values()):
+        raise ValueError(
+            f"the model, in {model.dtype}, computes numbers that are not finite: "
+            "load it in another dtype."
+        )
+    return observed
 
 
 def _readings(
@@ -221,10 +249,8 @@ def shares_of_layers(
 ) -> list[float]:
     """How much each of `count` layers keeps, beside the mean of those with a memory: `peaks`, the
     root mean squares of their targets, rounded to the `levels`, shares of the largest."""
-    largest, least = max(peaks.values()), torch.finfo(torch.double).tiny
-    near = {
-        layer: math.log(max(peak, least) / max(largest, least)) for layer, peak in peaks.items()
-    }
+    largest = max(*peaks.values(), LEAST)
+    near = {layer: math.log(max(peak, LEAST) / largest) for layer, peak in peaks.items()}
     found = {
         layer: min(levels, key=lambda level: abs(math.log(level) - log))
         for layer, log in near.items()

@@ -83,7 +83,7 @@ def bounded(
     draw = torch.Generator().manual_seed(0)
 
     def drawn(inputs: torch.Tensor, heads: int) -> torch.Tensor:
-        shape = inputs.shape[0], heads, inputs.shape[1]
+        shape = inputs.shape[0], heads, inputs.shape[1], 1
         return torch.rand(shape, generator=draw).to(inputs.device)
 
     try:

@@ -147,7 +147,8 @@ def keeping_case(seed: int | random.Random, dtype=torch.float64, **fixed) -> Cas
     options["keep_score"] = score.keep_score
     options["kept_tokens"] = pick.choice([1, 2, 3, 5, 8, 40]) + score.count - 1
     if score.learns:  # some are equal
-        options["learned_score"] = torch.randint(0, 9, shape, generator=draw).to(dtype)
+        several = () if len(score.learns) == 1 else (len(score.learns),)
+        options["learned_score"] = torch.randint(0, 9, shape + several, generator=draw).to(dtype)
     if "rotary" in options:
         given = case.segment_length, options, case.key.shape[-1], dtype
         options["rotary"] = rotary_of(*given)

@@ -78,7 +78,8 @@ def fitted(model):
     """A patched model with learned scores, as those of a fit."""
     for name, parameter in model.named_parameters():
         if name.endswith("keep_weight"):
-            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+            draw = torch.Generator().manual_seed(1 + name.endswith("passage_keep_weight"))
+            torch.nn.init.normal_(parameter, generator=draw)
     return model
 
 

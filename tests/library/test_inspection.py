@@ -219,8 +219,9 @@ def naive(call, value, gate, skipped, return_state=False):
     options["keep_score"] = call.keep_score.keep_score
     options |= {name: getattr(softmax, name) for name in ("scaling", "softcap", "rotary", "turn")}
     given = {"state": state, "log_weight": weight, "memory_mask": ~skipped}
+    learned = len(call.keep_score.learns)
     given |= {
-        "learned_score": score[..., -1] if call.keep_score.learns else None,
+        "learned_score": score[..., -learned:] if learned else None,
         "return_state": return_state,
     }
     return naive_infini_attention(

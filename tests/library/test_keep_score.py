@@ -2,6 +2,7 @@
 model's weights say."""
 
 import copy
+import itertools
 import math
 import threading
 import warnings
@@ -25,17 +26,18 @@ def rows_of(count=3):
     return [ids_of_decoder(1, 60 + 10 * number, number)[0].tolist() for number in range(count)]
 
 
-@pytest.mark.parametrize("kind", ["rows", "passages", "both"])
+@pytest.mark.parametrize("kind", ["rows", "passages", "both", "apart"])
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma2"])
 def test_it_is_the_ridge_regression_on_the_plain_models_largest_weights(model_type, kind):
-    """Those of queries a distance later, of a second reading, or of both."""
+    """Those of queries a distance later, of a second reading, or of both; or a score for each."""
     model, inputs = decoder(model_type).double(), {}
     plain = copy.deepcopy(model)
     plain.set_attn_implementation("eager")
-    patch_model(model, **WINDOW, keep_score="half")
+    score = "two_learned" if kind == "apart" else "half"
+    patch_model(model, **WINDOW, keep_score=score)
     before = copy.deepcopy(model.state_dict())
     rows = [] if kind == "passages" else rows_of()
-    passages = {"passages": rows_of(), "both": rows_of(5)[3:], "rows": []}[kind]
+    passages = {"passages": rows_of(), "rows": []}.get(kind, rows_of(5)[3:])
     how = {"distance": DISTANCE, "ridge": RIDGE, "progress": False}
     fit_keep_score(model, rows, passages=passages, **how)
     # of each what is read, which tokens are scored, and from which query on a token counts
@@ -56,15 +58,21 @@ def test_it_is_the_ridge_regression_on_the_plain_models_largest_weights(model_ty
         weights = [
             plain(torch.tensor([row]), output_attentions=True).attentions for row, *_ in read
         ]
-    for layer in memory_layers(model).values():
+    fits = {"keep_weight": range(len(read))}
+    if kind == "apart":
+        fits["keep_weight"], fits["passage_keep_weight"] = range(3), range(3, len(read))
+    peaks = {}
+    for layer, (name, numbers) in itertools.product(memory_layers(model).values(), fits.items()):
         given, wanted = [], []
-        for number, (_, counted, second) in enumerate(read):
+        for number in numbers:
+            _, counted, second = read[number]
             far = weights[number][layer.layer_idx][0]
             far = far.tril(-DISTANCE) if second is None else far[:, second:]
             far = far.unflatten(0, (layer.head_counts[1], -1)).amax((1, 2))
             given.append(inputs[layer.layer_idx][number][counted])
             wanted.append(far[:, counted].T)
         given, wanted = torch.cat(given), torch.cat(wanted)
+        peaks.setdefault(layer.layer_idx, []).append(float(wanted.square().sum(0).max().sqrt()))
         penalty = (RIDGE * given.square().sum(0).mean()).sqrt() * torch.eye(given.shape[1])
         # the intercept has no penalty
         centred, wanted = given - given.mean(0), wanted - wanted.mean(0)
@@ -73,7 +81,10 @@ def test_it_is_the_ridge_regression_on_the_plain_models_largest_weights(model_ty
         ).solution.T
         solved = solved / (centred @ solved.T).std(0, correction=0).unsqueeze(1)
         # float64, but some models compute norms and softmax in float32
-        assert torch.allclose(layer.keep_weight, solved, rtol=1e-2, atol=1e-2 * solved.abs().max())
+        found = layer.keep_weights[name]
+        assert torch.allclose(found, solved, rtol=1e-2, atol=1e-2 * solved.abs().max())
+    means = {number: math.prod(own) ** (1 / len(own)) for number, own in peaks.items()}
+    assert model.config.kept_shares == shares_of_layers(means, model.config.num_hidden_layers)
     unchanged = {
         name: tensor
         for name, tensor in model.state_dict().items()
@@ -233,6 +244,18 @@ def test_it_is_saved_and_put_on_as_an_adapter(tmp_path):
             "the passages teach no score: each is",
         ),
         ({"keep_score": "half"}, [torch.rand(40)], {}, "rows must hold token ids"),
+        (
+            {"keep_score": "two_learned"},
+            rows_of(),
+            {},
+            "fits a score on rows and another on passages: give both; got no passages",
+        ),
+        (
+            {"keep_score": "two_learned"},
+            [],
+            {"passages": rows_of()},
+            "give both; got no rows",
+        ),
         ({"keep_score": "half"}, rows_of(), {"distance": 0}, "distance must be at least 1; got 0"),
         ({"keep_score": "half"}, rows_of(), {"ridge": -1.0}, "ridge must be at least 0; got -1.0"),
     ],
@@ -258,7 +281,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("score", ["half", "learned"])
+@pytest.mark.parametrize("score", ["half", "learned", "two_learned"])
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(
     "make",
@@ -285,18 +308,31 @@ def test_a_score_that_was_not_fitted_is_said_once(make, use, score, tmp_path):
         assert unfitted(said) == 2
 
 
-@pytest.mark.parametrize("score", ["attention", "half"])
+@pytest.mark.parametrize("score", ["attention", "half", "two_learned"])
 def test_a_score_that_was_fitted_or_needs_none_is_used_without_a_word(score, tmp_path):
     model = patch_model(decoder("llama"), **WINDOW, keep_score=score)
     with warnings.catch_warnings(record=True) as said, torch.no_grad():
         warnings.simplefilter("always")
-        fit_keep_score(model, rows_of(), distance=DISTANCE, progress=False)
+        passages = rows_of() if score == "two_learned" else []
+        fit_keep_score(model, rows_of(), passages=passages, distance=DISTANCE, progress=False)
         for use in USES.values():
             use(model, tmp_path)
         save_adapter(model, tmp_path / "adapter")
         load_adapter(decoder("llama"), tmp_path / "adapter")(LONG)
         type(model).from_pretrained(tmp_path)(LONG)
     assert unfitted(said) == 0
+
+
+def test_of_two_scores_the_one_that_was_not_fitted_is_said(tmp_path):
+    model = patch_model(decoder("llama"), **WINDOW, keep_score="two_learned")
+    for layer in memory_layers(model).values():
+        layer.keep_weight.data.normal_()
+    with pytest.warns(
+        UserWarning, match="yet: passage_keep_weight of all layers are zero.*passages"
+    ):
+        model(LONG)
+    with pytest.raises(ValueError, match="layers 0, 1, 2, 3 was not fitted"):
+        save_adapter(model, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ def test_tokens_from_elsewhere_take_the_kept_places(score, update_rule, displace
     too."""
 
     def drawn(tokens, seed):
-        learned = {"learned_score": torch.randn(2, 2, tokens)} if SCORES[score].learns else {}
+        count = len(SCORES[score].learns)
+        learned = {"learned_score": torch.randn(2, 2, tokens, count)} if count else {}
         sizes = dict(local_segments=1, sink_tokens=2, kept_tokens=SCORES[score].count + 3)
         options = dict(update_rule=update_rule, keep_score=score)
         return plain_case(tokens=tokens, seed=seed, **sizes, **options, **learned)

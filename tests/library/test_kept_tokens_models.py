@@ -34,9 +34,9 @@ def with_scores(model):
     token to token."""
     draw = torch.Generator().manual_seed(5)
     for layer in memory_layers(model).values():
-        if hasattr(layer, "keep_weight"):
+        for weight in layer.keep_weights.values():
             with torch.no_grad():
-                layer.keep_weight.copy_(torch.randn(layer.keep_weight.shape, generator=draw))
+                weight.copy_(torch.randn(weight.shape, generator=draw))
     return model.double()
 
 

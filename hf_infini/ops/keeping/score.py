@@ -6,6 +6,7 @@ Shapes: `B` batch, `K` key/value heads, `R` scores of a token. Most have one; a 
 half.py, has one for each of its parts, and a share of the places for each.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -22,19 +23,19 @@ class TokenScore:
     # which of them the attention that a token receives in the window is added to; `None`: none
     receiving: ClassVar[int | None] = None
 
-    # names of a layer's parameters from which, with its input, a `learned_score` is computed, `[K,
-    # width]` each; they start at zero, and no gradient reaches them
+    # names of a layer's parameters, `[K, width]` each: of each and the layer's input a number of
+    # the `learned_score` is computed; they start at zero, and no gradient reaches them
     learns: ClassVar[tuple[str, ...]] = ()
 
     def of_inputs(self, inputs: Tensor, **parameters: Tensor) -> Tensor:
-        """`learned_score`, `[B, K, tokens]`. `inputs`: of the layer's projections, `[B, tokens,
-        width]`; `parameters`: what it [`learns`], by name, `[K, width]` each."""
+        """`learned_score`, `[B, K, tokens, learned]`, in the order of what it [`learns`]. `inputs`:
+        of the layer's projections, `[B, tokens, width]`; `parameters`: by name, `[K, width]`."""
         raise NotImplementedError
 
     def first(self, key: Tensor, value: Tensor, learned_score: Tensor | None) -> Tensor:
         """`[B, K, tokens, R]` in float32 or wider: the scores of tokens that no query has seen.
         key: `[B, K, tokens, D]`, not rotated; value: `[B, K, tokens, E]`; learned_score: `[B, K,
-        tokens]`; `None`: nothing is learned."""
+        tokens, learned]`; `None`: nothing is learned."""
         raise NotImplementedError
 
     def final(self, score: Tensor, position: Tensor, queries: Tensor, window: Window) -> Tensor:
@@ -46,8 +47,7 @@ class TokenScore:
     # The reference, which uses nothing of the above: single tokens
 
     def naive_first(self, key: Tensor, value: Tensor, learned_score: Tensor) -> list[Tensor]:
-        """Scores of a token, R numbers. key: `[D]`; value: `[E]`; learned_score: a number, 0
-        where nothing is learned."""
+        """Scores of a token, R numbers. key: `[D]`; value: `[E]`; learned_score: `[learned]`."""
         raise NotImplementedError
 
     def naive_final(
@@ -59,7 +59,8 @@ class TokenScore:
 
 
 class Composition(TokenScore):
-    """Several scores of one number each, of different kinds."""
+    """Several scores of one number each: each has its share of the places, and chooses among what
+    those before it have left."""
 
     parts: ClassVar[tuple[TokenScore, ...]]
 
@@ -70,18 +71,35 @@ class Composition(TokenScore):
         cls.learns = sum((part.learns for part in cls.parts), ())
 
     def of_inputs(self, inputs: Tensor, **parameters: Tensor) -> Tensor:
-        [learned] = [part for part in self.parts if part.learns]
-        return learned.of_inputs(inputs, **parameters)
+        learned = [
+            part.of_inputs(inputs, **{name: parameters[name] for name in part.learns})
+            for part in self.parts
+            if part.learns
+        ]
+        return torch.cat(learned, -1)
 
     def first(self, key: Tensor, value: Tensor, learned_score: Tensor | None) -> Tensor:
-        return torch.cat([part.first(key, value, learned_score) for part in self.parts], -1)
+        own = self._own(learned_score)
+        pairs = zip(self.parts, own, strict=True)
+        return torch.cat([part.first(key, value, learned) for part, learned in pairs], -1)
+
+    def _own(self, learned_score: Tensor | None) -> Sequence[Tensor | None]:
+        """What each part has learned, of what all have, `[…, learned]`."""
+        if learned_score is None:
+            return [None] * len(self.parts)
+        return learned_score.split([len(part.learns) for part in self.parts], -1)
 
     def final(self, score: Tensor, position: Tensor, queries: Tensor, window: Window) -> Tensor:
         pairs = zip(self.parts, score.split(1, -1), strict=True)
         return torch.cat([part.final(own, position, queries, window) for part, own in pairs], -1)
 
     def naive_first(self, key, value, learned_score):
-        return [part.naive_first(key, value, learned_score)[0] for part in self.parts]
+        found, taken = [], 0
+        for part in self.parts:
+            own = learned_score[taken : taken + len(part.learns)]
+            found += part.naive_first(key, value, own)
+            taken += len(part.learns)
+        return found
 
     def naive_final(self, score, number, queries, kept_tokens):
         return [
