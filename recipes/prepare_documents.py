@@ -22,14 +22,13 @@ An entry that is damaged, or of another form, is an error; --skip_damaged leaves
 Another call with the same --out adds sets, and makes those again that it reads.
 """
 
-import json
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import UserError, exit_on_error, option, parse_options
-from document_sets.prepared import MANIFEST
+from document_sets.prepared import OWNER, write_set
 from document_sets.sets import SETS, DocumentSet
 
 
@@ -58,26 +57,15 @@ def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
 
     from support.markdown import markdown_table
-    from support.stages import checksums, locked_folder, read_json, sealed, write_json, write_text
+    from support.stages import locked_folder
 
-    found = files_of(options)
-    with locked_folder(Path(options.out), "prepare_documents.py") as folder:
-        manifest = folder / MANIFEST
-        made = read_json(manifest, {"sets": dict})["sets"] if manifest.exists() else {}
+    found, made = files_of(options), {}
+    with locked_folder(Path(options.out), OWNER) as folder:
         for name, files in found.items():
             lines, left_out = prepare(name, files, options)
-            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            write_text(folder / f"{name}.jsonl", text)
-            made[name] = {
-                "files": [str(file) for file in files],
-                "repository": SETS[name].repository,
-                "documents": dict(Counter(line["half"] for line in lines)),
-                "questions": sum(len(line["questions"]) for line in lines),
-                "characters": sum(len(line["text"]) for line in lines),
-                "left_out": left_out,
-            }
-            prepared = [folder / f"{known}.jsonl" for known in made]
-            write_json(manifest, sealed({"sets": made}, checksums(folder, prepared)))
+            made_from = {"files": [str(file) for file in files], "left_out": left_out}
+            made_from["repository"] = SETS[name].repository
+            made[name] = write_set(folder, name, lines, **made_from)
     header = ["set", "development", "test", "questions", "characters a document", "left out"]
     rows = [
         [
@@ -88,7 +76,6 @@ def main(argv: list[str] | None = None) -> None:
             ", ".join(f"{count} {reason}" for reason, count in own["left_out"].items()),
         ]
         for name, own in made.items()
-        if name in found
     ]
     print(markdown_table(header, rows, left=1))
 

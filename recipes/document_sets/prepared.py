@@ -1,13 +1,50 @@
-"""Reading the prepared sets of documents."""
+"""Writing and reading the prepared sets of documents."""
 
+import json
+from collections import Counter
 from pathlib import Path
 
 from cli import UserError
-from support.stages import damage, read_json, read_jsonl
+from support.stages import (
+    checksums,
+    damage,
+    read_json,
+    read_jsonl,
+    sealed,
+    write_json,
+    write_text,
+)
 
 MANIFEST = "documents.json"
+OWNER = "prepare_documents.py"  # of a folder of sets, whichever recipe adds one
 _KINDS = {"id": str, "set": str, "language": str, "half": str, "text": str, "questions": list}
 _REMEDY = "make it again with recipes/prepare_documents.py"
+
+
+def write_set(folder: Path, name: str, lines: list[dict], **made_from) -> dict:
+    """Writes a set, or writes it again, and its entry in the folder's list of sets.
+
+    Args:
+        folder: where to, which is locked.
+        name: of the set.
+        lines: its documents.
+        made_from: what its entry says beside the numbers of documents, questions and characters.
+
+    Returns:
+        the entry.
+    """
+    manifest = folder / MANIFEST
+    sets = read_json(manifest, {"sets": dict})["sets"] if manifest.exists() else {}
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    write_text(folder / f"{name}.jsonl", text)
+    sets[name] = made_from | {
+        "documents": dict(Counter(line["half"] for line in lines)),
+        "questions": sum(len(line["questions"]) for line in lines),
+        "characters": sum(len(line["text"]) for line in lines),
+    }
+    prepared = [folder / f"{known}.jsonl" for known in sets]
+    write_json(manifest, sealed({"sets": sets}, checksums(folder, prepared)))
+    return sets[name]
 
 
 def read_prepared(data: str, sets: list[str], half: str) -> list[dict]:

@@ -22,6 +22,7 @@ NEEDED = {
     "mqar": ["--out", "x"],
     "prepare": ["--source", "x", "--out", "x"],
     "prepare_documents": ["--source", "x", "--out", "x"],
+    "prepare_facts": ["--source", "x", "--out", "x"],
     "prepare_recall": ["--data", "x", "--out", "x"],
     "model_card": "--run x --out x --language pt --data_license x --prompt x".split(),
     "study": ["--out", "x"],
