@@ -155,8 +155,8 @@ def load_adapter(
         path: a folder, or a name on the Hub.
         kept_tokens: how many tokens a head keeps on average, by the same scores; `None`: as many as
             when it was saved.
-        keep_score: one that learns the same: "learned" and "half" take each other's scores,
-            "two_learned" nobody's; `None`: as when it was saved.
+        keep_score: one that has learned no more: "learned" and "half" take each other's scores,
+            and the first of "two_learned"; `None`: as when it was saved.
         hub: `revision`, `token`, … of a name on the Hub.
 
     Returns:
@@ -192,7 +192,7 @@ def load_adapter(
     adapted = patch_model(model, **options)
     if config is not None:
         adapted = _with_lora(model, adapter, config)
-    restore_adapter(adapted, adapter)
+    restore_adapter(adapted, of_score(adapter, options["keep_score"]))
     return adapted
 
 
@@ -246,6 +246,19 @@ def read_adapter(path, **hub) -> Adapter:
         KIND.check_finite(files[name], tensors[name])
     config = KIND.object_of(files[LORA], content[LORA]) if LORA in content else {}
     return Adapter(files, record, tensors[WEIGHTS], tensors.get(LORA_WEIGHTS, {}), config)
+
+
+def of_score(adapter: Adapter, keep_score: str) -> Adapter:
+    """An adapter without what a `keep_score` has not learned."""
+    learned = {name for score in SCORES.values() for name in score.learns}
+    others = learned - {*SCORES[keep_score].learns}
+    return adapter._replace(
+        tensors={
+            name: tensor
+            for name, tensor in adapter.tensors.items()
+            if name.partition(".")[2] not in others
+        }
+    )
 
 
 def merged(model) -> PreTrainedModel:
@@ -303,8 +316,12 @@ def _checked_options(model, adapter: Adapter, given: dict[str, Any]) -> dict[str
         adapter.files[WEIGHTS], adapter.tensors, wanted, f"the options of {RECORD} say"
     )
     saved = config.keep_score
-    # those that learn the same
-    alike = [name for name, score in SCORES.items() if score.learns == SCORES[saved].learns]
+    there = {*SCORES[saved].learns}
+    alike = [
+        name
+        for name, score in SCORES.items()
+        if there >= {*score.learns} and bool(there) == bool(score.learns)
+    ]
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("keep_score", saved) not in alike:
         raise ValueError(

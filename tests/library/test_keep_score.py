@@ -223,6 +223,26 @@ def test_it_is_saved_and_put_on_as_an_adapter(tmp_path):
     assert type(fourth) is type(decoder("llama"))
 
 
+@pytest.mark.parametrize("score", ["learned", "half"])
+def test_the_first_of_two_scores_is_put_on_without_the_second(score, tmp_path):
+    plain = decoder("llama")
+    model = patch_model(copy.deepcopy(plain), **WINDOW, keep_score="two_learned")
+    fit_keep_score(model, rows_of(), passages=rows_of(5)[3:], distance=DISTANCE, progress=False)
+    save_adapter(model, tmp_path / "two")
+    alike = patch_model(copy.deepcopy(plain), **WINDOW, keep_score=score)
+    alike.config.kept_shares = model.config.kept_shares
+    for layer, wanted in zip(*(memory_layers(one).values() for one in (alike, model)), strict=True):
+        layer.keep_weight.data.copy_(wanted.keep_weight)
+    found = load_adapter(copy.deepcopy(plain), tmp_path / "two", keep_score=score)
+    ids = ids_of_decoder(2, 80)
+    with torch.no_grad():
+        assert torch.equal(found(ids).logits, alike(ids).logits)
+        assert not torch.equal(found(ids).logits, model(ids).logits)
+    save_adapter(found, tmp_path / "one")
+    with pytest.raises(ValueError, match="only 'learned' and 'half' share scores"):
+        load_adapter(plain, tmp_path / "one", keep_score="two_learned")
+
+
 @pytest.mark.parametrize(
     ("options", "rows", "how", "message"),
     [

@@ -1,11 +1,11 @@
 """Half of the places for each of two learned scores: of what questions look at, and of what a
 second reading of the same text looks at."""
 
-from . import learned
+from .learned import Score as Learned
 from .score import Composition
 
 
-class _OfPassages(learned.Score):
+class _OfPassages(Learned):
     learns = ("passage_keep_weight",)
 
 
@@ -13,4 +13,4 @@ class Score(Composition):
     """The second half chooses among what the first has left."""
 
     keep_score = "two_learned"
-    parts = (learned.Score(), _OfPassages())
+    parts = (Learned(), _OfPassages())

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
     model.save_pretrained(path / "model")
     tokenizer.save_pretrained(path / "model")
     (path / "text.txt").write_text(TEXT, encoding="utf-8")
-    fitted(patch_model(model, **caches.memory_options("half", 64)))
+    fitted(patch_model(model, **caches.memory_options("two_learned", 64)))
     save_adapter(model, path / "adapter")
     unpatch_model(model)
     return path
@@ -133,7 +133,7 @@ def test_each_way_holds_as_many_tokens(way, cache, window):
 def test_the_layers_have_the_shares_of_an_adapter_and_hold_as_many_tokens(folder, tmp_path):
     model = load_causal_lm(folder / "model")
     shares = [0.5, 1.5, 2, 0]
-    fitted(patch_model(model, **caches.memory_options("half", 64) | {"kept_shares": shares}))
+    fitted(patch_model(model, **caches.memory_options("two_learned", 64) | {"kept_shares": shares}))
     save_adapter(model, tmp_path)
     unpatch_model(model)
     for way in caches.BOUNDED:
