@@ -20,6 +20,7 @@ from .asking_rows import asking_rows
 from .keep_score import fit_keep_score
 from .one_line import say, while_
 from .outputs import check_output
+from .text_rows import text_rows
 
 # of a plain model without an adapter
 WINDOW: dict[str, Any] = {"segment_length": 128, "local_segments": 1, "sink_tokens": 4}
@@ -81,7 +82,7 @@ def load_ready(
             needed = len(tokenizer(text, verbose=False)["input_ids"])
         net = recalling(net, kept_tokens or needed, kept_tokens is None)
         return net, tokenizer, archive
-    fitted = scores / cache_folder.key_of(net, "shares")  # of the model, and of how it is fitted
+    fitted = scores / cache_folder.key_of(net, "two")  # of the model, and of how it is fitted
     if adapter is None and not (fitted / RECORD).exists():  # the file that is written last
         if text is None:
             raise ValueError(
@@ -109,8 +110,8 @@ def recalling(net, kept_tokens: int, at_most: bool = False):
 
 def learned_options(net, kept_tokens: int) -> dict[str, Any]:
     """Options of [`patch_model`] with which a head of a plain model, `net`, keeps `kept_tokens` on
-    average, by a score that is to be fitted."""
-    return WINDOW | {"kept_tokens": kept_tokens, "keep_score": "learned"} | positions_of(net)
+    average, by two scores that are to be fitted."""
+    return WINDOW | {"kept_tokens": kept_tokens, "keep_score": "two_learned"} | positions_of(net)
 
 
 def positions_of(net) -> dict[str, Any]:
@@ -170,8 +171,9 @@ def adapted(net, adapter: str, kept_tokens: int | None):
 
 
 def fit_score(net, tokenizer, text: str, folder: Path, kept_tokens: int) -> None:
-    """Gives a plain model, `net`, a window and `kept_tokens`, fits their score on rows of `text`
-    by its `tokenizer`, and writes it into a `folder`, as an adapter."""
+    """Gives a plain model, `net`, a window and `kept_tokens`, fits their scores on `text` by its
+    `tokenizer`, one on invented facts in it, one on passages of it that are read twice, and writes
+    them into a `folder`, as an adapter."""
     if hasattr(net.config, "infini_layers"):
         raise ValueError("this model has a memory already; a score is fitted for a plain one.")
     patch_model(net, **learned_options(net, kept_tokens))
@@ -179,7 +181,8 @@ def fit_score(net, tokenizer, text: str, folder: Path, kept_tokens: int) -> None
     again = "nothing is kept of a fit: the same command begins it again"
     with while_("fitting into", folder, "--adapter takes a score that was fitted before.", again):
         length = min(ROW, net.config.max_position_embeddings)
-        fit_keep_score(net, asking_rows(tokenizer, text, length=length))
+        passages = text_rows(tokenizer, text, length=length // 2)  # which are read twice
+        fit_keep_score(net, asking_rows(tokenizer, text, length=length), passages=passages)
         save_adapter(net, folder, torch.bfloat16)
 
 

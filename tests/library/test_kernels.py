@@ -123,6 +123,12 @@ CASES = {  # sizes, whether rotary, options, cuts
         {"learned_score": drawn(1, 1, 120)},
         (31,),
     ),
+    "kept tokens by two learned scores": (
+        {**WINDOW, "kept_tokens": 5, "keep_score": "two_learned"},
+        False,
+        {"learned_score": drawn(1, 1, 60, 2)},
+        (20,),
+    ),
     "kept tokens by both scores, padded and packed": (
         {**WINDOW, "batch": 2, "kept_tokens": 5, "keep_score": "half"},
         True,
