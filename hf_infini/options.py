@@ -226,11 +226,11 @@ class MemoryOptions(ConfigBase):
             the window, which fades (a token that is `2 * kept_tokens` older must have received e
             times as much); `"learned"`, those with the largest w·x, with x the input of the layer's
             projections and a w for each key/value head that starts at zero (then the earliest are
-            kept); `"half"`, half of the places for each of the two; `"two_learned"`, half of the
-            places for each of two learned scores ([`fit_keep_score`] fits one on rows that ask, the
-            other on passages); `"key_norm"`, those with the smallest keys, which needs neither
-            attention nor learning; or `"recent"`, the latest, until a question recalls others
-            ([`InfiniCache.recall`]).
+            kept); `"half"`, half of the places for each of the two; `"two_learned"`, three
+            quarters of the places by one learned score, a quarter by another ([`fit_keep_score`]
+            fits the first on rows that ask, the second on passages); `"key_norm"`, those with the
+            smallest keys, which needs neither attention nor learning; or `"recent"`, the latest,
+            until a question recalls others ([`InfiniCache.recall`]).
         gate_init (`float`, *optional*, defaults to 0.0):
             First value of every head's gate logit β; the memory's share of the output is
             sigmoid(β).

@@ -11,8 +11,8 @@ passages of the documents of --sets, with the questions whose answers lie in the
 answers: what the model looks at then is worth keeping (hf_infini.fit_keep_score). --facts adds rows
 of their text with invented facts, as `hf-infini fit` makes them, which needs no questions. Without
 these rows the score keeps what people ask about, and loses a single line that is unlike its text.
-Half of the places are given by this score, half by another, which is fitted on --passages of the
-text: what the model looks at when it reads them again.
+A quarter of the places is given by another score, which is fitted on --passages of the text: what
+the model looks at when it reads them again.
 
 Nothing is kept of a fit that was stopped: the same command begins it again. Writes the folder OUT,
 for --adapter and hf_infini.load_adapter, and OUT.json, which says what it was made from.

@@ -13,22 +13,30 @@ from hf_infini import naive_infini_attention, patch_model
 from hf_infini.layers.memory_layer import memory_layers
 from hf_infini.ops.positions import rotate, rotation
 
+# Of each `keep_score` the scores that choose, in this order, and how many of K places each has
+CHOICES = {
+    "attention": lambda most: {"attention": most},
+    "learned": lambda most: {"learned": most},
+    "half": lambda most: {"attention": math.ceil(most / 2), "learned": most // 2},
+    "two_learned": lambda most: {"learned": most - most // 4, "second": most // 4},
+}
 
-def keep(kept, segment, scores, names, most):
-    """Which of these numbers of tokens stay, by `scores[name][number]`."""
-    shares = {1: [most], 2: [math.ceil(most / 2), most // 2]}[len(names)]
+
+def keep(kept, segment, scores, shares):
+    """Which of these numbers of tokens stay, by `scores[name][number]`; `shares`: by name."""
     left, stays = kept + segment, []
-    for name, share in zip(names, shares, strict=True):
+    for name, share in shares.items():
         others = [number for number in left if number not in stays]
         stays += sorted(others, key=lambda number: (-scores[name][number], number))[:share]
     return sorted(stays)
 
 
-def by_the_page(query, key, value, learned, length, local, sinks, most, names, tables):
+def by_the_page(query, key, value, learned, length, local, sinks, most, keep_score, tables):
     """One key/value head, `[heads or 1, tokens, width]`; the memory closed. The output, and what is
-    kept at the end."""
+    kept at the end. `learned`: two scores, `[tokens, 2]`."""
     tokens, kept, received = key.shape[1], [], torch.zeros(key.shape[1], dtype=torch.float64)
-    scores, outputs = {"learned": learned.tolist(), "attention": {}}, []
+    scores, outputs = {"attention": {}}, []
+    scores["learned"], scores["second"] = learned.T.tolist()
 
     def turned(states, numbers, places):
         return rotate(states[:, numbers], *(table[places] for table in tables))
@@ -58,7 +66,7 @@ def by_the_page(query, key, value, learned, length, local, sinks, most, names, t
             for number in leaving:
                 mean = received[number] / ((local + 1) * length - number % length)
                 scores["attention"][number] = math.log(max(mean, 2**-126)) + number / (2 * most)
-            kept = keep(kept, leaving, scores, names, most)
+            kept = keep(kept, leaving, scores, CHOICES[keep_score](most))
     return torch.stack(outputs, 1), kept
 
 
@@ -86,7 +94,7 @@ def test_a_layer_rounds_the_learned_score_as_the_page_says():
     local=st.integers(0, 2),
     sinks=st.integers(0, 1),
     most=st.integers(2, 7),
-    keep_score=st.sampled_from(["attention", "learned", "half"]),
+    keep_score=st.sampled_from([*CHOICES]),
     seed=st.integers(0, 99),
 )
 def test_a_reference_written_from_the_page_is_the_library_s(
@@ -97,9 +105,9 @@ def test_a_reference_written_from_the_page_is_the_library_s(
         torch.randn(1, heads, 26, 8, generator=draw, dtype=torch.float64) for heads in (2, 1, 1)
     )
     query = query * 3
-    learned = torch.randint(0, 4, (1, 1, 26), generator=draw).double()  # with ties
+    learned = torch.randint(0, 4, (1, 1, 26, 2), generator=draw).double()  # with ties
+    given = {"attention": None, "two_learned": learned}.get(keep_score, learned[..., 0])
     tables = rotation(torch.arange(sinks + most + (local + 1) * length), 8, torch.float64)
-    names = ("attention", "learned") if keep_score == "half" else (keep_score,)
     window = {"local_segments": local, "sink_tokens": sinks, "kept_tokens": most}
     found, state = naive_infini_attention(
         query,
@@ -109,12 +117,12 @@ def test_a_reference_written_from_the_page_is_the_library_s(
         length,
         **window,
         keep_score=keep_score,
-        learned_score=None if keep_score == "attention" else learned,
+        learned_score=given,
         rotary=tables,
         return_state=True,
     )
     output, kept = by_the_page(
-        query[0], key[0], value[0], learned[0, 0], length, local, sinks, most, names, tables
+        query[0], key[0], value[0], learned[0, 0], length, local, sinks, most, keep_score, tables
     )
     torch.testing.assert_close(found[0], output)
     assert [n for n in state.kept_position[0, 0].tolist() if n >= 0] == kept

@@ -117,11 +117,12 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
     def validate_memory_options(self):
         """Also that no token is weighed twice: a rule with parameters learns its own rates; and
         that each of the scores by which tokens are kept has a place to fill."""
-        fewest = SCORES[self.keep_score].count if self.keep_score != KEEP_SCORES[0] else 0
+        portions = SCORES[self.keep_score].portions
+        fewest = -(-sum(portions) // min(portions)) if self.keep_score != KEEP_SCORES[0] else 0
         if self.has_memory and self.kept_tokens < fewest:
             raise ValueError(
-                f"keep_score={self.keep_score!r} says which tokens are kept: give kept_tokens, "
-                f"such as 256, with it; got {self.kept_tokens}."
+                f"keep_score={self.keep_score!r} says which tokens are kept: give kept_tokens, at "
+                f"least {fewest}, such as 256, with it; got {self.kept_tokens}."
             )
         if (
             self.has_memory

@@ -341,9 +341,10 @@ class _Head:
         left = [
             held for held in self.places[self.sink_tokens : self.ahead] if held is not None
         ] + segment
-        chosen, count = set(), self.of.score.count
-        for place in range(count):
-            share = (self.kept_tokens + count - 1 - place) // count  # the first gets the odd place
+        chosen, portions = set(), self.of.score.portions
+        later = [int(self.kept_tokens * own / sum(portions)) for own in portions[1:]]
+        # the first gets what does not divide
+        for place, share in enumerate([self.kept_tokens - sum(later), *later]):
             others = [token for token in left if token.number not in chosen]
             # the earlier of equal ones
             best = sorted(others, key=lambda token, place=place: -token.score[place])[:share]

@@ -145,7 +145,7 @@ def keeping_case(seed: int | random.Random, dtype=torch.float64, **fixed) -> Cas
     shape, options = case.key.shape[:3], case.options
     score = SCORES[fixed.get("keep_score", pick.choice(KEEP_SCORES))]
     options["keep_score"] = score.keep_score
-    options["kept_tokens"] = pick.choice([1, 2, 3, 5, 8, 40]) + score.count - 1
+    options["kept_tokens"] = pick.choice([1, 2, 3, 5, 8, 40]) + sum(score.portions) - 1
     if score.learns:  # some are equal
         several = () if len(score.learns) == 1 else (len(score.learns),)
         options["learned_score"] = torch.randint(0, 9, shape + several, generator=draw).to(dtype)

@@ -16,6 +16,7 @@ import hf_infini
 from cases import assert_equals_reference, keeping_case, plain_case, random_cuts, state_before
 from hf_infini import infini_attention
 from hf_infini.ops.keeping import SCORES
+from hf_infini.ops.keeping.choose import shares_of
 from hf_infini.ops.recall import recall_score
 from hf_infini.ops.state import Tokens
 from hf_infini.options import KEEP_SCORES
@@ -73,7 +74,7 @@ def test_tokens_from_elsewhere_take_the_kept_places(score, update_rule, displace
     def drawn(tokens, seed):
         count = len(SCORES[score].learns)
         learned = {"learned_score": torch.randn(2, 2, tokens, count)} if count else {}
-        sizes = dict(local_segments=1, sink_tokens=2, kept_tokens=SCORES[score].count + 3)
+        sizes = dict(local_segments=1, sink_tokens=2, kept_tokens=sum(SCORES[score].portions) + 3)
         options = dict(update_rule=update_rule, keep_score=score)
         return plain_case(tokens=tokens, seed=seed, **sizes, **options, **learned)
 
@@ -120,3 +121,16 @@ def test_the_score_of_contributing_is_one_file_and_a_name(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_scores_share_all_places():
+    half, two = (SCORES[name] for name in ("half", "two_learned"))
+    assert (shares_of(half, 5), shares_of(half, 1)) == ([3, 2], [1, 0])
+    assert (shares_of(two, 252), shares_of(two, 7), shares_of(two, 3)) == (
+        [189, 63],
+        [6, 1],
+        [3, 0],
+    )
+    for score in SCORES.values():
+        assert all(sum(shares_of(score, places)) == places for places in range(40))
+        assert len(shares_of(score, 9)) == score.count

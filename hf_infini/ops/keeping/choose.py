@@ -195,13 +195,19 @@ def keep_best(
         lambda old, new: torch.cat([old, new.transpose(1, 2).flatten(2, 3)], 2),
         leaving._replace(score=final),
     )
-    filled, count = kept.position[:, 0, :, 0] >= 0, keep_score.count
-    # the first gets the odd place
-    shares = [(window.kept_tokens + number) // count for number in reversed(range(count))]
+    filled, shares = kept.position[:, 0, :, 0] >= 0, shares_of(keep_score, window.kept_tokens)
     best, evicted = choose(rows.score, filled, written, shares, documents, evicts)
     last = rows.taken(best[:, -1:]).map(lambda part: part.squeeze(1))
     rows = rows._replace(score=None)
     return rows.taken(best[:, :-1]), last, None if evicted is None else rows.taken(evicted)
+
+
+def shares_of(keep_score: TokenScore, places: int) -> list[int]:
+    """How many of so many `places` each score of a `keep_score` fills, by its portion; the first
+    also those that do not divide."""
+    portions = keep_score.portions
+    others = [places * portion // sum(portions) for portion in portions[1:]]
+    return [places - sum(others), *others]
 
 
 def choose(

@@ -20,6 +20,7 @@ class TokenScore:
 
     keep_score: ClassVar[str]  # its name, that of its file
     count: ClassVar[int] = 1  # R, scores of a token
+    portions: ClassVar[tuple[int, ...]] = (1,)  # each one's share of the places
     # which of them the attention that a token receives in the window is added to; `None`: none
     receiving: ClassVar[int | None] = None
 
@@ -59,13 +60,14 @@ class TokenScore:
 
 
 class Composition(TokenScore):
-    """Several scores of one number each: each has its share of the places, and chooses among what
-    those before it have left."""
+    """Several scores of one number each: each has its share of the places, equal ones unless it
+    says so, and chooses among what those before it have left."""
 
     parts: ClassVar[tuple[TokenScore, ...]]
 
     def __init_subclass__(cls):
         cls.count = len(cls.parts)
+        cls.portions = cls.__dict__.get("portions", (1,) * cls.count)
         receiving = [column for column, part in enumerate(cls.parts) if part.receiving is not None]
         cls.receiving = receiving[0] if receiving else None
         cls.learns = sum((part.learns for part in cls.parts), ())

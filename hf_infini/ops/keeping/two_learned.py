@@ -1,5 +1,5 @@
-"""Half of the places for each of two learned scores: of what questions look at, and of what a
-second reading of the same text looks at."""
+"""Three quarters of the places by what questions look at, a quarter by what a second reading of the
+same text looks at: two learned scores."""
 
 from .learned import Score as Learned
 from .score import Composition
@@ -10,7 +10,9 @@ class _OfPassages(Learned):
 
 
 class Score(Composition):
-    """The second half chooses among what the first has left."""
+    """The second chooses among what the first has left. With half of the places for each, single
+    facts are lost."""
 
     keep_score = "two_learned"
     parts = (Learned(), _OfPassages())
+    portions = (3, 1)
