@@ -8,7 +8,7 @@ recipes/evaluate_documents.py: does a cache of constant size still find a single
 --source is what recipes/prepare.py reads: a file of text, or documents, such as the
 validation_documents.jsonl of its folder. A document is --characters of it, with twenty facts, such
 as "Queen Ilsabet feared spiders.", each a line at a place by chance. They are asked in the same
-words. No row that `hf-infini fit` makes has a fact of their forms.
+words. None has a form of those that `hf-infini fit` hides.
 
 OUT gets the set facts_LANGUAGE, of the form that recipes/prepare_documents.py writes, also beside
 its sets. Another call with the same --out makes it again.

@@ -447,13 +447,14 @@ def warn_of_unfitted_score(base, tokens: float = math.inf) -> None:
         return
     score_is_known.add(base)
     weights = [layer.keep_weights for layer in memory_layers(base).values()]
+    learned = weights[0] if weights else {}
     unfitted = [
         name
-        for name in weights[0]
+        for name in learned
         if not any(each[name].is_meta or bool(each[name].any()) for each in weights)
     ]
     if unfitted:
-        rows = "rows" if len(weights[0]) == 1 else "rows, passages=passages"
+        rows = "rows" if len(learned) == 1 else "rows, passages=passages"
         warnings.warn(
             f"keep_score={config.keep_score!r} is learned, and was not fitted yet: "
             f"{' and '.join(unfitted)} of all layers are zero, so that the earliest tokens are "
