@@ -11,8 +11,6 @@ passages of the documents of --sets, with the questions whose answers lie in the
 answers: what the model looks at then is worth keeping (hf_infini.fit_keep_score). --facts adds rows
 of their text with invented facts, as `hf-infini fit` makes them, which needs no questions. Without
 these rows the score keeps what people ask about, and loses a single line that is unlike its text.
-A quarter of the places is given by another score, which is fitted on --passages of the text: what
-the model looks at when it reads them again.
 
 Nothing is kept of a fit that was stopped: the same command begins it again. Writes the folder OUT,
 for --adapter and hf_infini.load_adapter, and OUT.json, which says what it was made from.
@@ -38,9 +36,6 @@ class Options:
     )
     rows: int = option(24, "Rows.", at_least=1, group="rows")
     facts: int = option(8, "Rows of invented facts besides.", at_least=0)
-    passages: int = option(
-        24, "Passages that are read twice, of half of --length, for the second score.", at_least=1
-    )
     passage: int = option(1250, "Tokens of a row's passage.", at_least=1)
     least: int = option(
         3, "Questions of a passage, at least: what is asked is here and there in it.", at_least=1
@@ -64,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
 
     import torch
 
-    from document_sets.asked import asked_rows, fact_rows, passage_rows
+    from document_sets.asked import asked_rows, fact_rows
     from evaluation import inference
     from hf_infini import fit_keep_score, patch_model, save_adapter
     from hf_infini.tools.outputs import check_output
@@ -90,13 +85,14 @@ def main(argv: list[str] | None = None) -> None:
         )
     names = ("rows", "passage", "least", "length", "seed")
     rows = asked_rows(tokenizer, documents, **{name: getattr(options, name) for name in names})
-    drawn = {"length": options.length, "seed": options.seed}
-    rows += fact_rows(tokenizer, documents, rows=options.facts, **drawn)
-    drawn["length"] //= 2  # as they are read twice
-    passages = passage_rows(tokenizer, documents, rows=options.passages, **drawn)
+    rows += fact_rows(
+        tokenizer, documents, rows=options.facts, length=options.length, seed=options.seed
+    )
     try:
-        patch_model(model, **learned_options(model, options.kept_tokens))
-        fit_keep_score(model, rows, passages=passages)
+        # a second score, as of `hf-infini fit`, was not measured beside people's questions
+        one = learned_options(model, options.kept_tokens) | {"keep_score": "learned"}
+        patch_model(model, **one)
+        fit_keep_score(model, rows)
         save_adapter(model, options.out, torch.bfloat16)
     except (OSError, ValueError) as error:
         raise UserError(

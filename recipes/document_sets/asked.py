@@ -1,8 +1,8 @@
-"""What a keep score is fitted on: passages of documents, with their questions and answers, text of
-documents with invented facts, and passages of documents as they are."""
+"""Rows on which a keep score is fitted: passages of documents, with their questions and answers,
+and text of documents with invented facts."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,7 +10,7 @@ from cli import UserError
 from evaluation.prompts import ASKED
 from hf_infini.models.loading import PLAIN_TEXT, opening
 from hf_infini.tools.asking_rows import row_of_text
-from hf_infini.tools.text_rows import ids_from, ids_of_text
+from hf_infini.tools.text_rows import ids_of_text
 
 STEPS = 4  # passages begin so often in the tokens of one
 
@@ -122,51 +122,15 @@ def fact_rows(
     Raises:
         UserError: the facts of a row and their questions take more than `length`.
     """
+    sets = list(dict.fromkeys(document["set"] for document in documents))
     made = []
-    for rng, document in _drawn(documents, rows, str(seed)):
+    for number in range(rows):
+        rng = random.Random(f"{seed}/{number}")
+        own = [document for document in documents if document["set"] == sets[number % len(sets)]]
+        document = rng.choice(own)
         running = ids_of_text(tokenizer, document["text"])
         try:
             made.append(row_of_text(rng, tokenizer, running, length, document["language"]))
         except ValueError as error:
             raise UserError(f"--length {length:,} is too short for --facts: {error}") from None
     return made
-
-
-def passage_rows(
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[dict],
-    *,
-    rows: int,
-    length: int,
-    seed: int,
-) -> list[list[int]]:
-    """The `passages` of [`hf_infini.fit_keep_score`], as many of each set of documents, but for
-    one.
-
-    Args:
-        tokenizer: of the model that is fitted.
-        documents: prepared documents, of one or several sets.
-        rows: how many.
-        length: tokens of each; a shorter document comes again.
-        seed: of all that is drawn.
-
-    Returns:
-        token ids, `rows` lists of `length`.
-    """
-    begin, made = opening(tokenizer), []
-    count = length - len(begin)
-    for rng, document in _drawn(documents, rows, f"{seed}/passages"):
-        running = ids_of_text(tokenizer, document["text"])
-        places = len(running) - count + 1  # where a passage can begin
-        first = rng.randrange(places if places > 0 else len(running))
-        made.append(begin + ids_from(running, first, count))
-    return made
-
-
-def _drawn(documents: Sequence[dict], rows: int, seed: str) -> Iterator[tuple[random.Random, dict]]:
-    """A document for each of so many rows, of the sets in turn, and what the row is drawn by."""
-    sets = list(dict.fromkeys(document["set"] for document in documents))
-    for number in range(rows):
-        rng = random.Random(f"{seed}/{number}")
-        own = [document for document in documents if document["set"] == sets[number % len(sets)]]
-        yield rng, rng.choice(own)

@@ -12,7 +12,7 @@ from bad_input import refused
 from cli import UserError
 from corpora.tokenization import build_character_tokenizer
 from decoders import decoder
-from document_sets.asked import asked_rows, fact_rows, passage_rows
+from document_sets.asked import asked_rows, fact_rows
 from evaluation.prompts import ASKED
 from hf_infini import fit_keep_score, load_adapter, patch_model
 from hf_infini.layers.memory_layer import memory_layers
@@ -24,8 +24,7 @@ from running import load_recipe
 recipe = load_recipe("fit_documents")
 prepare = load_recipe("prepare_documents")
 PASSAGE, LENGTH = 1200, 1490  # characters, which are tokens here
-SMALL = "--rows 3 --facts 2 --passages 2".split()
-SMALL += ["--passage", str(PASSAGE), "--length", str(LENGTH)]
+SMALL = ["--rows", "3", "--facts", "2", "--passage", str(PASSAGE), "--length", str(LENGTH)]
 
 
 @pytest.fixture(scope="module")
@@ -117,16 +116,13 @@ def test_it_writes_the_fit_on_rows_of_the_development_half(folder, tmp_path):
     rows = asked_rows(tokenizer, documents, rows=3, passage=PASSAGE, least=3, length=LENGTH, seed=0)
     rows += fact_rows(tokenizer, documents, rows=2, length=LENGTH, seed=0)
     assert record["tokens"] == [len(row) for row in rows]
-    passages = passage_rows(tokenizer, documents, rows=2, length=LENGTH // 2, seed=0)
-    patch_model(model, **WINDOW, kept_tokens=252, keep_score="two_learned")
-    fit_keep_score(model, rows, passages=passages, progress=False)
+    patch_model(model, **WINDOW, kept_tokens=252, keep_score="learned")
+    fit_keep_score(model, rows, progress=False)
     found = load_adapter(load_causal_lm(folder / "model", dtype=torch.float32), tmp_path / "out")
     for own, other in zip(
         memory_layers(model).values(), memory_layers(found).values(), strict=True
     ):
-        assert len(own.keep_weights) == 2
-        for name, weight in own.keep_weights.items():
-            assert torch.equal(weight.bfloat16(), other.keep_weights[name].bfloat16())
+        assert torch.equal(own.keep_weight.bfloat16(), other.keep_weight.bfloat16())
     assert found.config.kept_shares == model.config.kept_shares
 
 
@@ -154,25 +150,6 @@ def test_rows_of_facts_are_text_of_a_document_with_facts_in_its_language():
     assert fact_rows(tokenizer, documents, rows=0, **how) == []
     with pytest.raises(UserError, match="--length 40 is too short for --facts: 1 facts and their"):
         fact_rows(tokenizer, documents, rows=1, length=40, seed=0)
-
-
-def test_passages_are_text_of_the_sets_in_turn():
-    documents = [document("a", range(40)), document("b", range(40, 90)), document("a2", range(1))]
-    words = json.dumps([documents, string.printable], ensure_ascii=False)
-    tokenizer = build_character_tokenizer([words, "\n"])
-    how = {"length": 900, "seed": 0}
-    rows = passage_rows(tokenizer, documents, rows=6, **how)
-    assert rows == passage_rows(tokenizer, documents, rows=6, **how)
-    assert rows[:3] == passage_rows(tokenizer, documents, rows=3, **how)
-    assert rows != passage_rows(tokenizer, documents, rows=6, length=900, seed=1)
-    begin = opening(tokenizer)
-    for number, row in enumerate(rows):
-        assert len(row) == 900 and row[: len(begin)] == begin
-        text = tokenizer.decode(row[len(begin) :])
-        own = [each for each in documents if each["set"] == "ab"[number % 2]]
-        # a document that is shorter comes again
-        assert any(text in 20 * each["text"] for each in own)
-    assert len({tuple(row) for row in rows}) == 6
 
 
 BAD = {
