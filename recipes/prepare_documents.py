@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import UserError, exit_on_error, option, parse_options
-from document_sets.prepared import OWNER, write_set
+from document_sets.prepared import write_set
 from document_sets.sets import SETS, DocumentSet
 
 
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     from support.stages import locked_folder
 
     found, made = files_of(options), {}
-    with locked_folder(Path(options.out), OWNER) as folder:
+    with locked_folder(Path(options.out), "prepare_documents.py") as folder:
         for name, files in found.items():
             lines, left_out = prepare(name, files, options)
             made_from = {"files": [str(file) for file in files], "left_out": left_out}

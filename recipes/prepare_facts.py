@@ -8,10 +8,12 @@ recipes/evaluate_documents.py: does a cache of constant size still find a single
 --source is what recipes/prepare.py reads: a file of text, or documents, such as the
 validation_documents.jsonl of its folder. A document is --characters of it, with twenty facts, such
 as "Queen Ilsabet feared spiders.", each a line at a place by chance. They are asked in the same
-words. None has a form of those that `hf-infini fit` hides.
+words, mostly. None has a form of those that `hf-infini fit` hides, though that of the captain is
+close to one.
 
-OUT gets the set facts_LANGUAGE, of the form that recipes/prepare_documents.py writes, also beside
-its sets. Another call with the same --out makes it again.
+OUT gets the set facts_LANGUAGE, of the form that recipes/prepare_documents.py writes, in a folder
+that is none of its own: no score may be fitted on these facts. Another call with the same --out
+makes a set again, or adds that of the other language.
 """
 
 import random
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from cli import SEED, UserError, exit_on_error, needed, option, parse_options
-from document_sets.prepared import MANIFEST, OWNER, write_set
+from document_sets.prepared import MANIFEST, write_set
 
 FACTS = Path(__file__).parent / "document_sets" / "facts.yaml"
 
@@ -67,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
         except ValueError as error:
             raise UserError(f"--source {options.source}: {error}") from error
         lines.append(record(name, options.language, options.half, found))
-    with locked_folder(Path(options.out), OWNER) as folder:
+    with locked_folder(Path(options.out), "prepare_facts.py") as folder:
         write_set(folder, name, lines, files=[options.source])
         print(f"{folder / name}.jsonl, {folder / MANIFEST}", file=sys.stderr)
 

@@ -36,7 +36,7 @@ from ..layers.memory_layer import PARAMETERS, MemoryLayerMixin, gates_of, memory
 from ..ops.checks import Model, check_types
 from ..ops.keeping import SCORES
 from ..options import key_heads
-from .base import InfiniPreTrainedMixin
+from .base import InfiniPreTrainedMixin, call_of_fit
 from .description import DESCRIPTION, check_same, describe, has_signs
 from .families import infini_config
 from .option_checks import meant
@@ -156,7 +156,7 @@ def load_adapter(
         kept_tokens: how many tokens a head keeps on average, by the same scores; `None`: as many as
             when it was saved.
         keep_score: one that has learned no more: "learned" and "half" take each other's scores,
-            and the first of "two_learned"; `None`: as when it was saved.
+            and the first of "two_learned", with the shares of both; `None`: as when it was saved.
         hub: `revision`, `token`, … of a name on the Hub.
 
     Returns:
@@ -343,8 +343,8 @@ def _memory_of(model, dtype: torch.dtype | None = None) -> tuple[dict, dict[str,
     if unfitted:
         raise ValueError(
             f"the learned keep_score of layers {', '.join(unfitted)} was not fitted, and would "
-            "keep the earliest tokens: fit_keep_score(model, rows) first, or patch the model with "
-            'keep_score="attention".'
+            f"keep the earliest tokens: {call_of_fit(inside_of(model).config.keep_score)} first, "
+            'or patch the model with keep_score="attention".'
         )
     state, config = model.state_dict(), inside_of(model).config
     tensors = {name: state[key] for name, key in _names_of(model).items()}

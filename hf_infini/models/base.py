@@ -28,6 +28,7 @@ from ..layers.memory_layer import (
     memory_layers,
     pass_on,
 )
+from ..ops.keeping import SCORES
 from ..ops.layout.grid import segment_layout
 from ..ops.state import Layout, check_shapes
 from ..options import first_layers, layer_kinds
@@ -454,14 +455,19 @@ def warn_of_unfitted_score(base, tokens: float = math.inf) -> None:
         if not any(each[name].is_meta or bool(each[name].any()) for each in weights)
     ]
     if unfitted:
-        rows = "rows" if len(learned) == 1 else "rows, passages=passages"
         warnings.warn(
-            f"keep_score={config.keep_score!r} is learned, and was not fitted yet: "
-            f"{' and '.join(unfitted)} of all layers are zero, so that the earliest tokens are "
-            f"kept, whatever they say. Call hf_infini.fit_keep_score(model, {rows}), or put a "
-            "fitted adapter on the plain model with hf_infini.load_adapter(model, path).",
+            f"keep_score={config.keep_score!r} is learned, and was not fitted yet: zero in all "
+            f"layers ({' and '.join(unfitted)}), so that the earliest tokens fill its places, "
+            f"whatever they say. Call hf_infini.{call_of_fit(config.keep_score)}, or put a fitted "
+            "adapter on the plain model with hf_infini.load_adapter(model, path).",
             stacklevel=3,
         )
+
+
+def call_of_fit(keep_score: str) -> str:
+    """How a learned `keep_score` is fitted, for an error that says so."""
+    both = len(SCORES[keep_score].learns) > 1
+    return f"fit_keep_score(model, rows{', passages=passages' if both else ''})"
 
 
 def mask_of_call(

@@ -90,7 +90,7 @@ def fit_keep_score(
     if not (layers and config.kept_tokens and (share_out or learns)):
         raise ValueError(
             "there is nothing to fit: patch the model with kept_tokens, such as 256, and for "
-            'share_out=False with keep_score="half" or "learned".'
+            'share_out=False with a learned keep_score, such as "learned" or "two_learned".'
         )
     readings = _readings(rows, passages, distance, config)
     if len(learns) > 1 and len(readings) == 1:
@@ -99,14 +99,16 @@ def fit_keep_score(
             f"both; got no {'rows' if readings[0][1] is None else 'passages'}."
         )
     observed = _sums_of(model, layers, readings, len(learns) > 1, progress)
-    for sums, name in zip(observed, learns, strict=False):
+    kinds = ["rows" if far is not None else "passages" for _, far in readings]
+    kinds = kinds if len(learns) > 1 else [" and ".join(kinds)]
+    for sums, name, kind in zip(observed, learns, kinds, strict=False):
         for key, layer in layers.items():
             parameter = layer.keep_weights[name]
             weight = ridge_regression(sums[key], len(parameter), ridge)
             if not bool(weight.isfinite().all()):
                 raise ValueError(
-                    f"the rows teach no score: the inputs of layer {layer.layer_idx} are the same "
-                    f"at all of their tokens, as in rows of one repeated token. {REMEDY}."
+                    f"the {kind} teach no score: the inputs of layer {layer.layer_idx} are the "
+                    f"same at all of their tokens, as in {kind} of one repeated token. {REMEDY}."
                 )
             parameter.copy_(weight)
     if share_out:

@@ -16,9 +16,8 @@ from support.stages import (
 )
 
 MANIFEST = "documents.json"
-OWNER = "prepare_documents.py"  # of a folder of sets, whichever recipe adds one
 _KINDS = {"id": str, "set": str, "language": str, "half": str, "text": str, "questions": list}
-_REMEDY = "make it again with recipes/prepare_documents.py"
+_REMEDY = "make it again with recipes/prepare_documents.py, or prepare_facts.py, which made it"
 
 
 def write_set(folder: Path, name: str, lines: list[dict], **made_from) -> dict:

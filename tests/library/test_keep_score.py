@@ -348,11 +348,19 @@ def test_of_two_scores_the_one_that_was_not_fitted_is_said(tmp_path):
     for layer in memory_layers(model).values():
         layer.keep_weight.data.normal_()
     with pytest.warns(
-        UserWarning, match="yet: passage_keep_weight of all layers are zero.*passages"
+        UserWarning, match=r"yet: zero in all layers \(passage_keep_weight\).*passages=pas"
     ):
         model(LONG)
-    with pytest.raises(ValueError, match="layers 0, 1, 2, 3 was not fitted"):
+    with pytest.raises(ValueError, match=r"layers 0, 1, 2, 3 was .*\(model, rows, passages=pas"):
         save_adapter(model, tmp_path)
+
+
+def test_of_two_scores_the_passages_that_teach_nothing_are_named():
+    model = patch_model(decoder("llama"), **WINDOW, keep_score="two_learned")
+    passages = [[3, 4] + [7] * 60]  # whose two sinks are not scored
+    with pytest.raises(ValueError, match="^the passages teach no score: the inputs of layer 0"):
+        fit_keep_score(model, rows_of(), passages=passages, distance=DISTANCE, progress=False)
+    assert not any(layer.keep_weight.any() for layer in memory_layers(model).values())
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+import document_files
 from bad_input import refused
 from document_sets.prepared import read_prepared
 from running import load_recipe
@@ -75,6 +76,14 @@ def test_the_same_seed_makes_the_same_set_and_another_hides_elsewhere(source, tm
     prepared(source, one, *words, "--seed", 1)
     assert (other / file).read_bytes() == (one / file).read_bytes()
     assert len(read_prepared(one, [], "development")) == 2
+
+
+def test_facts_are_not_put_beside_sets_that_a_score_is_fitted_on(source, tmp_path, capsys):
+    load_recipe("prepare_documents").main(
+        ["--source", str(document_files.download(tmp_path / "raw")), "--out", str(tmp_path / "out")]
+    )
+    words = ["--source", source, "--out", tmp_path / "out", "--characters", 3000]
+    refused(recipe.main, words, capsys, "prepare_documents.py", keeps=tmp_path / "out")
 
 
 def test_what_is_refused(source, tmp_path, capsys):

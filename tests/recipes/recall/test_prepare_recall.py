@@ -201,6 +201,13 @@ def test_forms_of_an_evaluation_are_never_fitted():
         words for words in WORDING.values() for words in (*words["needles"], *words["questions"])
     ]
     evaluated += [sentence for fact in SENTENCES["facts"].values() for sentence in strings(fact)]
+    hidden = load_recipe("prepare_facts")
+    evaluated += [
+        sentence
+        for language in ("en", "pt")
+        for fact in hidden.facts_of(language)
+        for sentence in (fact["fact"], fact["question"])
+    ]
     evaluated += [
         "One of the special magic numbers for key is: value",
         "What are all the special magic numbers for key",
