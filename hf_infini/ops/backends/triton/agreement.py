@@ -153,7 +153,7 @@ def _drawn(call: AttentionCall, dtype: torch.dtype) -> Trial:
     gate = drawn(query.shape[1])[0].to(gate_dtype)
     owed = drawn(query.shape[1], tokens - begin, value.shape[3])
     leaves += [] if log_weight is None else [drawn(key.shape[1], tokens, 1).to(dtype)]
-    score = drawn(key.shape[1], tokens) if kept else None
+    score = drawn(key.shape[1], tokens, 1) if kept else None
     columns = torch.arange(tokens, device=device)[None]
     masks: dict[str, Any] = {} if layout.skipped is None else {"memory_mask": columns % 7 > 0}
     if layout.source is not None:  # padding, and a second document soon after it
