@@ -11,8 +11,8 @@ as "Queen Ilsabet feared spiders.", each a line at a place by chance. They are a
 words, mostly. None has a form of those that `hf-infini fit` hides, though that of the captain is
 close to one.
 
-OUT gets the set facts_LANGUAGE, of the form that recipes/prepare_documents.py writes, in a folder
-that is none of its own: no score may be fitted on these facts. Another call with the same --out
+OUT gets the set facts_LANGUAGE, in the form that recipes/prepare_documents.py writes. A folder of
+that recipe is refused, for no score may be fitted on these facts. Another call with the same --out
 makes a set again, or adds that of the other language.
 """
 

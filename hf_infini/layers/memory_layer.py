@@ -223,9 +223,10 @@ class MemoryLayerMixin(nn.Module):
     def learned_score(self, hidden_states: Tensor) -> Tensor | None:
         """What the layer has learned of which tokens are kept, `[batch, kv_heads, tokens,
         learned]`, in float32; `None`: nothing. `hidden_states`: the input of its projections."""
-        if not (self.keep_weights and self.window.kept_tokens):
+        weights = self.keep_weights
+        if not (weights and self.window.kept_tokens):
             return None
-        return self.keep_score.of_inputs(hidden_states, **self.keep_weights)
+        return self.keep_score.of_inputs(hidden_states, **weights)
 
     def log_weight(self, hidden_states: Tensor) -> Tensor | None:
         """The log weight of each token, or its log rates, `[batch, kv_heads, tokens, rates]`;
