@@ -10,9 +10,10 @@ lie in its repository, such as data/locomo10.json, anywhere under --source. OUT 
 set, a line of JSON for each document:
 
     {"id", "set", "language", "half", "text", "questions": [
-        {"question", "kind": "short" | "choice" | "summary", "answers", "options", "evidence"}]}
+        {"question", "kind", "answers", "options", "evidence"}]}
 
-"evidence" is where the answer is, from and to a character of the text, where the set says so.
+"kind" is "short", "choice", "summary" or "code". "evidence" is where the answer is, from and to a
+character of the text, where the set says so.
 
 Each document belongs to the development half or to the test half, by a hash of its name or of its
 first letters, so that it stays there, and a text that two sets have is in one half. Choose and

@@ -1,5 +1,5 @@
 """BAMBOO: one question a line, of papers and meetings (options), of articles whose numbers were
-changed, and claims about papers."""
+changed, claims about papers, and code that calls functions which a text describes."""
 
 import ast
 import re
@@ -7,13 +7,15 @@ import re
 from cli import UserError
 from support.stages import check_entries
 
-from .documents import CHOICE, SHORT, Question, Text, beginning, quoted
+from .documents import CHOICE, CODE, SHORT, Question, Text, beginning, quoted, spans_of
 
 NUMBER = re.compile(
     r"[^\n]*\n\n(?:Document:\n(?P<text>.*)\n\nQuestion:\n(?P<question>.*)"
     r"|Question:\n(?P<first>.*?)\n\nDocument:\n(?P<after>.*))",
     re.DOTALL,
 )
+DESCRIBED = re.compile(r"# \[start\]\n(?P<text>.+)# \[end\]\n(?P<code>.+)", re.DOTALL)
+ENDS_A_LINE = re.compile(r"\s*# # (?:# )?|\s*\n\n")
 
 
 def choice(entry: dict, where: str) -> Text:
@@ -52,6 +54,26 @@ def claim(entry: dict, where: str) -> Text:
     asked = f"Does the text say this? “{entry['hypothesis'].strip()}”"
     right = "Yes" if entry["answer"] else "No"
     return _text(entry["content"].strip(), Question(asked, CHOICE, [right], ["Yes", "No"]))
+
+
+def code(entry: dict, where: str) -> Text:
+    """`prompt` describes functions, and is code up to where a line is missing. The evidence is what
+    it says of the functions that the missing code calls. Nothing is run."""
+    check_entries(entry, {"prompt": str, "canonical_solution": list}, where)
+    found, solutions = DESCRIBED.fullmatch(entry["prompt"]), entry["canonical_solution"]
+    if found is None:
+        raise UserError(f"{where} has a prompt without the lines # [start] and # [end]")
+    if not all(isinstance(each, str) for each in solutions):
+        raise UserError(f"{where} has the solutions {solutions!r:.100}, and needs a list of texts")
+    lines = [each.strip() for each in ENDS_A_LINE.split(found["text"].strip())]
+    called = set(re.findall(r"\w+", solutions[0])) if solutions else set()
+    evidence = [
+        span
+        for line, span in zip(lines, spans_of(lines), strict=True)
+        if line.partition("(")[0] in called
+    ]
+    answers = [each.strip() for each in solutions]
+    return _text("\n".join(lines), Question(found["code"].strip(), CODE, answers, [], evidence))
 
 
 def _text(text: str, question: Question) -> Text:

@@ -10,8 +10,8 @@ from pathlib import Path
 from cli import UserError, one_line
 from support.stages import check_entries, read_json
 
-SHORT, CHOICE, SUMMARY = "short", "choice", "summary"
-KINDS = SHORT, CHOICE, SUMMARY
+SHORT, CHOICE, SUMMARY, CODE = "short", "choice", "summary", "code"
+KINDS = SHORT, CHOICE, SUMMARY, CODE
 HALVES = "development", "test"
 BEGINNING = 200  # letters by which a text is told from others; altered texts differ in digits
 VERBATIM = 40  # an answer of so many characters that the text has is quoted, and no accident
@@ -22,8 +22,8 @@ class Question:
     """A question about a document.
 
     Args:
-        question: as it is asked.
-        kind: "short", "choice" or "summary".
+        question: as it is asked; of "code" the code before the answer.
+        kind: "short", "choice", "summary" or "code".
         answers: the right ones, at least one, the best first; of a choice the one right option.
         options: of a choice, two or more.
         evidence: where in the text the answer is, from and to a character; empty where the set

@@ -66,4 +66,6 @@ SETS = {
     "bamboo_claims": _bamboo(
         bamboo.claim, "abshallu_4k", "abshallu_16k", "senhallu_4k", "senhallu_16k"
     ),
+    # Its 4k file has the same questions, each with a part of the text
+    "bamboo_code": _bamboo(bamboo.code, "private_eval_16k"),
 }

@@ -96,7 +96,7 @@ def compare(answer: str, right: Sequence[str], kind: str, language: str) -> dict
 
         scorer = RougeScorer(["rougeL"], use_stemmer=language == "en")
         return {"answer": answer, "rouge": scorer.score_multi(right, answer)["rougeL"].fmeasure}
-    said, wanted = words_of(answer, language), [words_of(text, language) for text in right]
+    said, *wanted = (words_of(text, kind, language) for text in (answer, *right))
     return {
         "answer": answer,
         "f1": max(f1(said, words) for words in wanted),
@@ -104,8 +104,11 @@ def compare(answer: str, right: Sequence[str], kind: str, language: str) -> dict
     }
 
 
-def words_of(text: str, language: str) -> list[str]:
-    """The words of an answer as SQuAD compares them: small letters, no punctuation, no articles."""
+def words_of(text: str, kind: str, language: str) -> list[str]:
+    """The words of an answer as SQuAD compares them: small letters, no punctuation, no articles.
+    Of code the names and numbers as they are."""
+    if kind == "code":
+        return re.findall(r"\w+", text)
     text = "".join(" " if letter in string.punctuation else letter for letter in text.lower())
     return [
         word for word in re.split(r"\s+", text) if word and word not in ARTICLES[language].split()

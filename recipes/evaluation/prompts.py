@@ -16,11 +16,13 @@ ASKED = {
         "short": "Question: {} Answer in a few words, from the text.",
         "choice": "Question: {} Answer in a few words, from the text.",
         "summary": "Question: {} Answer in a paragraph, from the text.",
+        "code": "Complete this code, as the text says. Answer with the missing code only.\n\n{}",
     },
     "pt": {
         "short": "Pergunta: {} Responda em poucas palavras, com base no texto.",
         "choice": "Pergunta: {} Responda em poucas palavras, com base no texto.",
         "summary": "Pergunta: {} Responda em um parágrafo, com base no texto.",
+        "code": "Complete este código com base no texto. Responda só com o que falta.\n\n{}",
     },
 }
 
@@ -138,6 +140,6 @@ class Prompter:
 
 
 def _sentence(prepared: dict) -> str:
-    """The question of a prepared line's entry, with a mark at its end."""
+    """The question of a prepared line's entry, with a mark at its end, but for code."""
     asked = prepared["question"].strip()
-    return asked if asked[-1] in ".?!:”\"'" else f"{asked}?"
+    return asked if prepared["kind"] == "code" or asked[-1] in ".?!:”\"'" else f"{asked}?"

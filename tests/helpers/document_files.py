@@ -127,6 +127,15 @@ def bamboo(name: str) -> list[dict]:
             parts = [f"Document:\n{entry['content']}", f"Question:\nwhen was the {word} painted"]
             parts = parts[:: 1 if number % 2 else -1]
             entry = {"content": "Answer.\n\n" + "\n\n".join(parts), "answer": str(1900 + number)}
+        elif name.startswith("private_eval"):
+            lines = [*prose(number).splitlines(), f"{word}(x): {sentence}", "other(x): Adds one."]
+            text = ":# # ".join(lines[:1]) + "".join(f"# # {each}\n" for each in lines[1:])
+            code = f"import lib\n\n# {number}\ndef f(x):\n    a = {number}\n"
+            entry = {
+                "task_id": f"Eval/{number}",
+                "prompt": f"# [start]\n{text}\n# [end]\n{code}",
+                "canonical_solution": [f"    return {word}(a)", "    return a"],
+            }
         else:
             entry |= {"title": "T", "hypothesis": sentence, "answer": number % 2 == 0}
         found.append(entry)

@@ -57,7 +57,7 @@ def test_each_set_becomes_documents_with_questions_about_what_they_say(name, pre
             spans = [document["text"][first:last] for first, last in asked["evidence"]]
             evident += bool(spans)
             facts = " ".join(document_files.fact(n)[0] for n in range(document_files.COUNT))
-            # whole sentences or turns of the fact, or, in articles, the answer itself
+            # whole sentences, turns or descriptions of the fact, or, in articles, the answer
             assert all(
                 span in facts or "gate was painted" in span or "Bye" in span for span in spans
             )
@@ -93,6 +93,13 @@ def test_the_forms(prepared):
         each["questions"][0]["answers"][0] for each in lines_of(prepared, "bamboo_claims")
     )
     assert answers == {"Yes": 16, "No": 16}
+    described = lines_of(prepared, "bamboo_code")[3]
+    (asked,) = described["questions"]
+    assert asked["question"] == "import lib\n\n# 3\ndef f(x):\n    a = 3"
+    assert asked["answers"] == ["return drift(a)", "return a"]
+    (span,) = asked["evidence"]  # not of `other`, which the answer does not call
+    assert described["text"][slice(*span)] == f"drift(x): {document_files.fact(3)[0]}"
+    assert not any(mark in described["text"] for mark in ("# #", "[start]", "[end]"))
 
 
 def test_the_same_files_give_the_same_bytes_and_halves_do_not_move(raw, prepared, tmp_path):
@@ -165,7 +172,7 @@ def entries_of(name: str):
 
 
 FIELDS = [(name, field) for name in SETS for field in entries_of(name)[1][1]]
-UNREAD = {("qmsum", "topic_list"), ("bamboo_claims", "title")}
+UNREAD = {("qmsum", "topic_list"), ("bamboo_claims", "title"), ("bamboo_code", "task_id")}
 
 
 @pytest.mark.parametrize("name, field", [each for each in FIELDS if each not in UNREAD])
@@ -238,6 +245,9 @@ def test_broken_files(what, text, words, tmp_path, capsys):
         ("bamboo_papers", lambda e: e.update(answer="D"), "the letter of one of them"),
         ("bamboo_papers", lambda e: e.update(options="[1"), "a list of texts"),
         ("bamboo_numbers", lambda e: e.update(content="Answer"), "Document: and Question:"),
+        ("bamboo_code", lambda e: e.update(prompt="import lib"), "# [start] and # [end]"),
+        ("bamboo_code", lambda e: e.update(canonical_solution=[1]), "a list of texts"),
+        ("bamboo_code", lambda e: e.update(canonical_solution=[]), "no question or no answer"),
     ],
 )
 def test_entries_of_another_form(name, change, words, tmp_path, capsys):

@@ -13,6 +13,8 @@ from support.lines import Lines
         ("beagles", ["the beagle"], "short", {"f1": 0.0, "contained": False}),
         ("", ["beagle"], "short", {"f1": 0.0, "contained": False}),
         ("red fox", ["fox red", "a dog"], "short", {"f1": 1.0, "contained": False}),
+        ("```\nreturn a.B(1)\n```", ["return a.B(1)"], "code", {"f1": 1.0, "contained": True}),
+        ("return a.b(1)", ["return a.B(2)"], "code", {"f1": 0.5, "contained": False}),
         ("They met.", ["They met", "x"], "summary", {"rouge": 1.0}),
         ("a b", ["a c"], "summary", {"rouge": 0.5}),
     ],

@@ -256,6 +256,14 @@ def test_a_search_without_words(folder, text, asked):
     assert len(document.ids) - 1 in way.chosen  # the latest passages
 
 
+def test_code_is_asked_as_it_is_written(folder):
+    _, prepared, _, prompter = made(folder, "plain")
+    code = "import lib\n\nfor each in lib:\n    return"
+    asked = prompter.question({"question": code, "kind": "code"}, "en")
+    said = prompter.tokenizer.decode(asked.ids)
+    assert said.endswith(f"missing code only.\n\n{code}\n<assistant>\n")
+
+
 def saved_embedder(path, texts: list[str], longest: int | None):
     """A model of sentence-transformers whose words have random embeddings: their mean, or a small
     BERT with so many positions."""
