@@ -79,8 +79,8 @@ def ask(
     documents: Annotated[
         list[Path],
         typer.Argument(
-            help="Text, Markdown, HTML or PDF, or folders of them. Several are read apart, and "
-            "only those that are new or have changed; with --memory, --no-archive, a memory of "
+            help="Text, Markdown, code, HTML or PDF, or folders of them. Several are read apart, "
+            "and only those that are new or have changed; with --memory, --no-archive, a memory of "
             "what leaves the window, or only short ones, as one text.",
             exists=True,
         ),

@@ -22,7 +22,7 @@ Model = Annotated[
 Documents = Annotated[
     list[Path],
     typer.Argument(
-        help="Text, Markdown, HTML or PDF, or folders of them; several are read as one.",
+        help="Text, Markdown, code, HTML or PDF, or folders of them; several are read as one.",
         exists=True,
     ),
 ]

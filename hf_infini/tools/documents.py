@@ -1,4 +1,4 @@
-"""The text of documents as they come: plain text, Markdown, HTML and PDF."""
+"""The text of documents as they come: plain text, Markdown, source code, HTML and PDF."""
 
 import contextlib
 import io
@@ -13,7 +13,12 @@ from tqdm.auto import tqdm
 
 ENDS_A_LINE = "title p br div li tr dt dd pre blockquote h1 h2 h3 h4 h5 h6".split()
 HTML = (".html", ".htm", ".xhtml")
-KINDS = (".txt", ".text", ".md", ".markdown", ".rst", *HTML, ".pdf")  # that a folder's files have
+CODE = (
+    ".py .pyi .c .h .cc .cpp .hpp .cu .cs .go .java .jl .js .jsx .ts .tsx .kt .lua .php .pl .r .rb"
+    " .rs .scala .sh .sql .swift .tex .toml .yaml .yml"
+).split()
+# Of a folder's files
+KINDS = (".txt", ".text", ".md", ".markdown", ".rst", *HTML, ".pdf", *CODE)
 NOT_SHOWN = "script style template noscript noframes iframe".split()  # by today's browsers
 # What other files begin with, what they are, and how to get a file to read from one
 OFFICE = "soffice --headless --convert-to txt:Text FILE"
@@ -89,7 +94,8 @@ def read_document(path: str | Path) -> str:
 
 def files_in(paths: Iterable[str | Path]) -> list[Path]:
     """The files at these `paths`; of a folder all that have the name of a document ([`KINDS`]), at
-    any depth, in the order of their names, but hidden ones. ValueError for a folder without any."""
+    any depth, in the order of their names, but hidden and empty ones. ValueError for a folder
+    without any."""
     found: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():
@@ -101,11 +107,12 @@ def files_in(paths: Iterable[str | Path]) -> list[Path]:
             if file.suffix.lower() in KINDS
             and not any(part.startswith(".") for part in file.relative_to(path).parts)
             and file.is_file()
+            and file.stat().st_size
         ]
         if not own:
             raise ValueError(
-                f"{path} has no documents: of a folder, {', '.join(KINDS)} files are read. Give "
-                "others by their names."
+                f"{path} has no documents: of a folder, {', '.join(KINDS)} files are read, "
+                "where they are not empty. Give others by their names."
             )
         found += own
     return found

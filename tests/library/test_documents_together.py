@@ -406,15 +406,20 @@ def test_the_command_reads_what_is_new_in_a_folder(folders, run, tmp_path, texts
 
 
 def test_the_files_of_a_folder(tmp_path, texts):
-    names = ["b.TXT", "a.md", "deep/er/c.html", "deep/.git/d.txt", ".e.txt", "f.csv", "g"]
+    names = ["b.TXT", "a.md", "deep/er/c.html", "deep/.git/d.txt", ".e.txt", "f.csv", "g", "h.py"]
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("text", encoding="utf-8")
     found = [file.relative_to(tmp_path).as_posix() for file in files_in([tmp_path])]
-    assert found == ["a.md", "b.TXT", "deep/er/c.html"]
+    assert found == ["a.md", "b.TXT", "deep/er/c.html", "h.py"]
+    (tmp_path / "h.py").write_text("")
+    assert [file.name for file in files_in([tmp_path])] == ["a.md", "b.TXT", "c.html"]
+    assert files_in([tmp_path / "h.py"])[0].name == "h.py"  # who names it is told
     assert files_in([tmp_path / "f.csv", tmp_path / "deep"])[0].name == "f.csv"
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty has no documents: of a folder, .txt, .*.pdf files"):
+    with pytest.raises(
+        ValueError, match="empty has no documents: of a folder, .txt, .*.pdf, .* files"
+    ):
         files_in([tmp_path / "empty"])
 
 
