@@ -38,7 +38,7 @@ its loss): it is compared as it is, with the memory off, without kept tokens (th
 memory), with the window only, and with a longer window that takes as many bytes as window, kept
 tokens and memory together, in 16 bits as models are served, the memory in 32.
 
-perplexity: nats a token from position --count_from on in rows of --length tokens, and which share
+perplexity: nats per token from position --count_from on in rows of --length tokens, and which share
 of the gap between the smallest window and plain is closed. passkey and facts: as in
 evaluate_model.py. niah_multikey_2, niah_multikey_3 and vt: tasks of RULER, which make their own
 text, and RULER's score of what the model says: a number among numbers, an identifier among

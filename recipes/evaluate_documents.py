@@ -22,8 +22,8 @@ StreamingLLM, SnapKV, KeyDiff, ExpectedAttention
             presses of kvpress, which compress before they have seen a question;
 WAY+lora    any of these with the LoRA of --lora in the model's weights.
 
-Measured are the nats a token of the first right answer; of questions with options, how often the
-right one has the fewest nats a token (the model does not see them); with --generate also the
+Measured are the nats per token of the first right answer; of questions with options, how often the
+right one has the fewest nats per token (the model does not see them); with --generate also the
 model's own answers: F1 and whether a right answer is contained, by SQuAD's rules, and ROUGE-L of
 summaries; how much of the evidence the cache holds, on average over layers and heads; seconds and
 bytes. Differences to --against are paired; their intervals of 95 % are of resampled documents, or,

@@ -17,10 +17,10 @@ good. Trackers (--report_to) receive each head's gate beside the loss. It needs 
 trl`; --four_bits bitsandbytes.
 
 Stopped at any point and started again with the same command, it goes on. Writes OUT, which
-`hf_infini.load_adapter` puts on the plain model; OUT.json and, on standard output, the nats a token
-of held-out rows beyond the cache, before and after: with the kept tokens, with a window of as many
-tokens in their place, and with all tokens in the cache. Intervals are paired, against the first
-line.
+`hf_infini.load_adapter` puts on the plain model; OUT.json and, on standard output, the nats per
+token of held-out rows beyond the cache, before and after: with the kept tokens, with a window of as
+many tokens in their place, and with all tokens in the cache. Intervals are paired, against the
+first line.
 """
 
 import contextlib

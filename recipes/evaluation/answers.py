@@ -30,7 +30,7 @@ def ask(
 
     Returns:
         `nats` and `tokens` of the first right answer, summed; `right`, of a choice: whether the
-        right option has the fewest nats a token; `evidence`: which share of it is in the cache,
+        right option has the fewest nats per token; `evidence`: which share of it is in the cache,
         where the set says; `answer` with `f1` and `contained`, or `rouge`, where it is generated;
         `seconds` up to the logits of the answer's first token; `bytes` of the cache then.
     """

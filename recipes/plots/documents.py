@@ -7,7 +7,7 @@ from . import style
 
 
 def plot_ways(rows: list[dict], against: str, file: Path, subtitle: str) -> None:
-    """Nats a token of the right answers above those of `against`, with paired 95 % intervals."""
+    """Nats per token of the right answers above those of `against`, with paired 95 % intervals."""
     rows = [row for row in rows if row["paired"]]
     sets = list(dict.fromkeys(row["set"] for row in rows))
     ways = [way for way in dict.fromkeys(row["way"] for row in rows) if way != against]
