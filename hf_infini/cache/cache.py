@@ -155,6 +155,7 @@ class InfiniCache(Cache):
         # the model that filled it, while it is there, and what its weights were
         self._model: Callable[[], nn.Module | None] = _nothing
         self._sample: Sample = {}
+        self._dtype: torch.dtype | None = None  # of its weights
 
     __copy__ = copy.deepcopy
 
@@ -353,13 +354,17 @@ class InfiniCache(Cache):
 
     def check_model(self, model: nn.Module) -> None:
         """ValueError unless a base model is the one that has filled the cache, whatever has become
-        of it, or another one with the same options and weights, as far as [`sample_of`] shows.
-        Into an empty cache any model of its configuration may read."""
+        of it but of another dtype, or another one with the same options and weights, as far as
+        [`sample_of`] shows. Into an empty cache any model of its configuration may read."""
         config: Any = model.config
-        known = self._model()
-        if self.exchange() is not None or known is model and self._config is config:
+        known, dtype = self._model(), next(model.parameters()).dtype
+        if self.state is None or self._dtype is None:
+            self._dtype = dtype
+        same = known is model and self._config is config and self._dtype == dtype
+        if self.exchange() is not None or same:
             return
-        written, given = _facts(self._config), _facts(config)
+        written = _facts(self._config) | {"dtype": self._dtype}
+        given = _facts(config) | {"dtype": dtype}
         names = [name for name in given if written[name] != given[name]]
         different = [f"{name} is {written[name]} in the cache and {given[name]}" for name in names]
         sample = sample_of(model)

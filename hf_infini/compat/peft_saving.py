@@ -19,16 +19,25 @@ def with_saving(config, then: Callable):
 
     def save_pretrained(self, save_directory, **kwargs):
         own.save_pretrained(self, save_directory, **kwargs)
-        then(save_directory)
+        type(self).then(save_directory)
 
     found = _of_class(config, own)
     attributes: dict[str, Any] = {
         "then": staticmethod(then),
         "save_pretrained": save_pretrained,
-        "__reduce_ex__": lambda self, _: (with_saving, (_of_class(self, own), then)),
+        "__reduce_ex__": lambda self, _: (
+            with_saving,
+            (_of_class(self, own), type(self).then),
+        ),
     }
     found.__class__ = type(own.__name__, (own,), attributes)
     return found
+
+
+def renew(config, make: Callable[[], Callable]) -> None:
+    """Has a `config` of [`with_saving`] call what `make()` gives instead, unless it warns only."""
+    if getattr(config, "then", warn_of_unsaved) is not warn_of_unsaved:
+        type(config).then = staticmethod(make())
 
 
 def _of_class(config, own: type):

@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from transformers.utils.hub import cached_files
 
 from ..cache.tensor_files import FileKind, checksum, copies_of, write_files
 from ..compat.class_lookups import PREFIX
-from ..compat.peft_saving import UnsavedMemoryWarning, with_saving
+from ..compat.peft_saving import UnsavedMemoryWarning, renew, with_saving
 from ..layers.memory_layer import PARAMETERS, MemoryLayerMixin, gates_of, memory_layers
 from ..ops.checks import Model, check_types
 from ..ops.keeping import SCORES
@@ -62,8 +62,9 @@ MARK = (
 @check_types
 def lora_config(model: Model, **options):
     """PEFT's `LoraConfig` for a model with a memory, whose gates are trained and saved beside the
-    LoRA. What else the memory has learned is saved as it is now, and not trained. ValueError where
-    the model has no memory, or one with a learned score that was not fitted.
+    LoRA. What else the memory has learned is not trained, and saved as it is now, or as a later
+    [`fit_keep_score`] of PEFT's wrapper leaves it. ValueError where the model has no memory, or one
+    with a learned score that was not fitted.
 
     Args:
         options: those of `LoraConfig`, such as `r=16`; your `modules_to_save`, names or one name,
@@ -91,8 +92,20 @@ def lora_config(model: Model, **options):
     if not hasattr(inside, "_base_is_plain"):
         return config
     # with which it is saved: by its name PEFT would find the plain model
+    return with_saving(config, _writing_of(model))
+
+
+def renew_saved(model: Model) -> None:
+    """Has the LoRAs of PEFT's wrapper around a `model`, which were made with [`lora_config`], save
+    what the memory has learned by now."""
+    for config in getattr(model, "peft_config", {}).values():
+        renew(config, functools.partial(_writing_of, model))
+
+
+def _writing_of(model: Model) -> Callable:
+    """What writes a model's memory, as it is now, into a folder."""
     record, tensors = _memory_of(model)
-    return with_saving(config, functools.partial(_write_memory, record=record, tensors=tensors))
+    return functools.partial(_write_memory, record=record, tensors=tensors)
 
 
 @check_types

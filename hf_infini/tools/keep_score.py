@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 
 from ..compat.execution_device import device_of
 from ..layers.memory_layer import MemoryLayerMixin, in_evaluation, memory_layers
+from ..models.adapter import renew_saved
 from ..models.structure import decoder_of, trained_places
 from ..models.transaction import unchanged_on_error
 from ..ops.backends import forced_backend
@@ -123,6 +124,7 @@ def fit_keep_score(
             # else the model would see distances that it was not trained for
             if config.places <= trained_places(config):
                 break
+    renew_saved(model)
 
 
 def _nothing_of(layer: MemoryLayerMixin) -> Tensor:

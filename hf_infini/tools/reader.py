@@ -142,17 +142,18 @@ class Reader:
             progress: whether a bar shows how far it is, and the time left.
 
         Returns:
-            The reader's own cache after the text. Copy it (`copy.copy`) before a model is called
-            with it. MemoryFileError where the file is damaged, or the memory of another text,
-            beginning, tokenizer or model; what is such a `NAME.partial` is passed over, with a
-            warning.
+            The reader's own cache after the text, and before it what the tokenizer puts in front
+            of every text, where nothing was read before. Copy it (`copy.copy`) before a model is
+            called with it. MemoryFileError where the file is damaged, or the memory of another
+            text, beginning, tokenizer or model; what is such a `NAME.partial` is passed over, with
+            a warning.
         """
         key = self._plain(text) if split_special_tokens else _checked(text)
         if key not in self.texts:
             begun = self._begun(text, len(text) - 1)
             rest = text[len(_bare(begun)) :]
             key = begun + (self._plain(rest) if split_special_tokens else rest)
-        return self._read(key, file, progress)
+        return self._read(key, file, progress, opened=True)
 
     def _read(
         self,
@@ -160,9 +161,12 @@ class Reader:
         file: str | os.PathLike | None,
         progress: bool,
         described: dict[str, Any] | None = None,
+        *,
+        opened: bool = False,
     ) -> InfiniCache:
         """[`Reader.read`] of a text with marks; `described`: what [`describe_model`] says of the
-        model, if it is known."""
+        model, if it is known; `opened`: whether it begins as of [`opening`], and not as a template
+        has it."""
         if file is not None and not Path(file).name:
             raise ValueError(
                 f"file must name a memory file, such as text.safetensors; got {file!r}."
@@ -170,7 +174,7 @@ class Reader:
         if text in self.texts and (file is None or Path(file).exists()):
             return self.texts[text]
         begun, before = self._longest([text])[0]
-        ids = self._encode(text[len(begun) :])
+        ids = self._encode(text[len(begun) :], opened and before.state is None)
         if file is None:
             cache = self._read_on(copy.copy(before), ids, progress=progress)
         else:
@@ -313,7 +317,8 @@ class Reader:
         texts = [texts] if isinstance(texts, str) else list(texts)
         begun = [self._begun(text, len(text)) for text in texts]
         pairs = zip(begun, texts, strict=True)
-        return self._answers([key + text[len(_bare(key)) :] for key, text in pairs], options)
+        rows = [key + text[len(_bare(key)) :] for key, text in pairs]
+        return self._answers(rows, options, opened=True)
 
     def _answers(
         self,
@@ -321,10 +326,13 @@ class Reader:
         options: dict[str, Any],
         question: str | None = None,
         begin: int | None = None,
+        *,
+        opened: bool = False,
     ) -> list[str]:
         """[`Reader.generate`] of texts with marks; `question`: what in the one text is asked, or
-        all that is new; `begin`: of the documents, in tokens; `None`: there are none."""
-        before, ids = self._going_on(texts)
+        all that is new; `begin`: of the documents, in tokens; `None`: there are none; `opened`: as
+        of [`Reader._read`]."""
+        before, ids = self._going_on(texts, opened)
         cache = copy.copy(before)
         if len(texts) == 1 and len(ids[0]) > self.chunk:
             cache = self._read_on(cache, ids[0][: -self.chunk], progress=True)
@@ -335,7 +343,8 @@ class Reader:
             if i is not None
         )
         cache.batch_repeat_interleave(len(texts))
-        if cache.archive is not None:
+        self.passages = [[] for _ in texts]
+        if cache.archive is not None and cache.state is not None:
             asked = ids if question is None else [self._encode(self._plain(question))]
             cache = cache.recall(asked, terms=self.terms)
             documents = None if begin is None else (begin, self.document_tokens)
@@ -353,12 +362,12 @@ class Reader:
             CACHE: cache,
         }
         options = {"disable_compile": True} | options
-        output = self.model.generate(
-            inputs, attention_mask=cache.attention_mask(real), **options | own
-        )
+        mask = cache.attention_mask(real)
+        cache.batch_repeat_interleave(self._rows_of_each(options))
+        output = self.model.generate(inputs, attention_mask=mask, **options | own)
         new = output.sequences[:, inputs.shape[1] :]
         # After a beam search the cache is that of the beams, and not of the text
-        if len(texts) == len(output.sequences) == 1 and (options.get("num_beams") or 1) == 1:
+        if len(texts) == len(output.sequences) == cache_of(output).batch_size == 1:
             # the last was not read
             said: Any = self.tokenizer.decode(new[0, :-1], clean_up_tokenization_spaces=False)
             text = texts[0] + said
@@ -366,6 +375,15 @@ class Reader:
                 self.turns.remove(known[0])
             self.turns.append((text, cache_of(output)))
         return self.tokenizer.batch_decode(new, skip_special_tokens=True)
+
+    def _rows_of_each(self, options: dict[str, Any]) -> int:
+        """In how many rows `generate` with these options goes on with a text."""
+        configs = options.get("generation_config"), self.model.generation_config
+        given: Any = [options, *(config.to_dict() for config in configs if config is not None)]
+        return max(
+            next((each[name] for each in given if each.get(name) is not None), 1)
+            for name in ("num_beams", "num_return_sequences")
+        )
 
     @property
     def terms(self) -> Terms:
@@ -377,10 +395,12 @@ class Reader:
         """The texts of the `passages`."""
         return [[passage.text for passage in each] for each in self.passages]
 
-    def _going_on(self, texts: list[str]) -> tuple[InfiniCache, list[torch.Tensor]]:
-        """The cache from which these texts with marks go on, and the ids of each behind it."""
+    def _going_on(self, texts: list[str], opened: bool) -> tuple[InfiniCache, list[torch.Tensor]]:
+        """The cache from which these texts with marks go on, and the ids of each behind it;
+        `opened`: as of [`Reader._read`]."""
         for begun, before in self._longest(texts):
-            ids = [self._encode(text[len(begun) :]) for text in texts]
+            first = opened and before.state is None
+            ids = [self._encode(text[len(begun) :], first) for text in texts]
             if ids and all(len(row) for row in ids):
                 return before, ids
             if begun in self.texts:  # an answer of one token ends where its question does
@@ -491,13 +511,16 @@ class Reader:
         )
         return text if usual == plain else f"{MARK}{text}{MARK}"
 
-    def _encode(self, text: str) -> torch.Tensor:
-        """The ids of a text with marks, `[tokens]`."""
+    def _encode(self, text: str, opened: bool = False) -> torch.Tensor:
+        """The ids of a text with marks, `[tokens]`, behind those of [`opening`] where it is
+        `opened` and does not begin with them."""
         ids, how = [], {"add_special_tokens": False, "verbose": False}
         for number, piece in enumerate(text.split(MARK)):
             if piece:
                 how["split_special_tokens"] = number % 2 == 1
                 ids += self.tokenizer(piece, **how)["input_ids"]
+        if opened and ids[:1] != (first := opening(self.tokenizer)):
+            ids = first + ids
         return torch.tensor(ids, dtype=torch.long)
 
     def _tokenizer_sha256(self) -> torch.Tensor:

@@ -150,7 +150,7 @@ def test_compiled_steps_keep_the_same_digest():
 
 OTHERS = {
     "weights": (long_gpt2, lambda: long_gpt2(seed=1), "has other numbers"),
-    "dtype": (long_gpt2, lambda: long_gpt2().to(torch.bfloat16), "has other numbers"),
+    "dtype": (long_gpt2, lambda: long_gpt2().to(torch.bfloat16), "dtype is torch.float32 in the"),
     "depth": (long_gpt2, lambda: long_gpt2(n_layer=2), "num_hidden_layers is 3 in the cache and 2"),
     "window": (long_gpt2, lambda: long_gpt2(segment_length=4), "sink_tokens, kept_tokens"),
     "layers": (long_gpt2, lambda: long_gpt2(layers=[0, 2]), "by layer is"),
@@ -223,6 +223,25 @@ def test_the_same_object_with_other_options_is_another_model():
     patch_model(unpatch_model(model), segment_length=8, kept_tokens=6)
     with pytest.raises(ValueError, match="keep_score is learned in the cache and attention"):
         model(token_ids(1, 2), past_key_values=cache)
+
+
+@pytest.mark.parametrize("make", [long_gpt2, kept_llama])
+def test_the_same_object_in_another_dtype_is_another_model(make):
+    model, ids = make(), token_ids(1, 20)
+    cache = read(model, ids)
+    wanted = model(ids[:, :2], past_key_values=copy.copy(cache)).logits
+    for kept in (cache, copy.copy(cache), pickle.loads(pickle.dumps(cache))):
+        with pytest.raises(
+            ValueError, match="dtype is torch.float32 in the cache and .*bfloat16 in"
+        ):
+            model.to(torch.bfloat16)(ids[:, :2], past_key_values=kept)
+        model.to(torch.float32)
+    model = make()
+    assert torch.equal(model(ids[:, :2], past_key_values=cache).logits, wanted)
+    with torch.autocast("cpu", torch.bfloat16):  # leaves the weights as they are
+        model(ids[:, :2], past_key_values=cache)
+    empty = InfiniCache(model.config)
+    model.to(torch.bfloat16)(ids, past_key_values=empty, use_cache=True)
 
 
 def test_weights_that_are_not_here_are_left_out():

@@ -2,6 +2,7 @@
 model, no way of loading leaves the memory out without a word, and both are saved and loaded
 together."""
 
+import copy
 import warnings
 from pathlib import Path
 
@@ -11,9 +12,17 @@ from transformers import AutoModelForCausalLM, pipeline
 
 import hf_infini
 from decoders import decoder, token_ids
-from hf_infini import InfiniQwen2ForCausalLM, load_adapter, lora_config, patch_model, save_adapter
+from hf_infini import (
+    InfiniQwen2ForCausalLM,
+    fit_keep_score,
+    load_adapter,
+    lora_config,
+    patch_model,
+    save_adapter,
+)
 from hf_infini.compat.peft_saving import UnsavedMemoryWarning
 from hf_infini.layers.memory_layer import PARAMETERS
+from hf_infini.models.structure import inside_of
 
 peft = pytest.importorskip("peft", reason="pip install peft")
 
@@ -98,6 +107,24 @@ def test_what_lora_config_chooses_is_what_peft_chooses_for_the_plain_model(model
         )
     )
     assert found == wanted and len(wanted) >= 4
+
+
+def test_a_score_that_is_fitted_again_is_the_one_that_is_saved(plain, tmp_path):
+    """With the LoRA in place, by the adapter's own configuration and by a copy of it."""
+    options = OPTIONS | {"update_rule": "none", "kept_tokens": 8, "keep_score": "learned"}
+    model = patch_model(stock(plain), **options)
+    fit_keep_score(model, token_ids(3, 60, 1), distance=20, progress=False)
+    model = peft.get_peft_model(model, lora_config(model)).eval()
+    fit_keep_score(model, token_ids(3, 60, 2), distance=9, progress=False)
+    model.save_pretrained(tmp_path / "own")
+    copy.deepcopy(model).save_pretrained(tmp_path / "copied")
+    wanted = {name: p for name, p in model.named_parameters() if "keep_weight" in name}
+    assert len(wanted) >= 2
+    for name in ("own", "copied"):
+        found = load_adapter(stock(plain), tmp_path / name)
+        assert inside_of(found).config.kept_shares == inside_of(model).config.kept_shares
+        for key, parameter in wanted.items():
+            assert torch.equal(found.get_parameter(key), parameter)
 
 
 @pytest.mark.parametrize("base", BASES)

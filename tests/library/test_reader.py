@@ -1,15 +1,16 @@
 """A reader: what it has read once, it goes on from, with the same answers as the whole text read
 anew."""
 
+import copy
 import multiprocessing
 import time
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from corpora.tokenization import build_character_tokenizer
-from decoders import decoder
+from decoders import begin_with_bos, decoder
 from hf_infini import InfiniCache, patch_model
 from hf_infini.cache.files import MemoryFileError, read_memory_file
 from hf_infini.tools import reader as module
@@ -58,12 +59,11 @@ def reader(model, tokenizer, monkeypatch):
 
 
 @torch.no_grad()
-def anew(model, tokenizer, text: str, tokens: int = 6) -> str:
+def anew(model, tokenizer, text: str, tokens: int = 6, **options) -> str:
     """What follows the whole text, greedily."""
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    output = model.generate(
-        ids, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
-    )
+    options |= {"max_new_tokens": tokens, "do_sample": False}
+    output = model.generate(ids, pad_token_id=tokenizer.pad_token_id, **options)
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -93,6 +93,55 @@ def test_texts_of_which_nothing_was_read(reader, model, tokenizer):
     for texts in ([TEXT], ["The king", "A queen"]):
         assert reader.generate(texts, **GREEDY) == [anew(model, tokenizer, text) for text in texts]
     assert reader.called[:8] == [50] * 8  # a single text is read in chunks
+
+
+MANY = {
+    "beams": {"num_beams": 3, "do_sample": False},
+    "several sequences": {"num_beams": 4, "num_return_sequences": 2, "do_sample": False},
+    "a configuration": {"generation_config": GenerationConfig(num_beams=3, do_sample=False)},
+}
+
+
+@pytest.mark.parametrize("texts", [["The king"], ["The king", "A queen of"]], ids=len)
+@pytest.mark.parametrize("options", MANY.values(), ids=MANY)
+def test_beams_go_on_from_what_was_read(model, tokenizer, options, texts):
+    reader, texts = Reader(model, tokenizer), [TEXT + more for more in texts]
+    wanted = Reader(model, tokenizer).generate(texts, max_new_tokens=6, **options)
+    assert len(wanted) == len(texts) * options.get("num_return_sequences", 1)
+    reader.read(TEXT, progress=False)
+    assert reader.generate(texts, max_new_tokens=6, **options) == wanted
+    assert not reader.turns  # a cache of beams is not of the text
+
+
+def test_beams_that_the_model_is_configured_for(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(model.generation_config, "num_beams", 3)
+    reader, texts = Reader(model, tokenizer), [TEXT[place : place + 99] for place in range(9)]
+    for text in texts:
+        longer = f"{text}{reader.generate(text, max_new_tokens=9)[0]} And"
+        fresh = Reader(model, tokenizer).generate(longer, max_new_tokens=6)
+        assert reader.generate(longer, max_new_tokens=6) == fresh
+    reader.read(TEXT, progress=False)
+    [one] = reader.generate(TEXT + "The", num_beams=1, **GREEDY)  # what is given comes first
+    assert one == anew(model, tokenizer, TEXT + "The", num_beams=1) and len(reader.turns) == 1
+
+
+def test_a_text_begins_as_the_tokenizer_has_it_begin(model, tokenizer, tmp_path):
+    other = copy.deepcopy(tokenizer)
+    begin_with_bos(other)
+    reader = Reader(model, other)
+    for text in (TEXT, other.bos_token + TEXT):  # once only
+        ids = other(TEXT, return_tensors="pt")["input_ids"]
+        assert ids[0, 0] == other.bos_token_id
+        output = model.generate(ids, pad_token_id=other.pad_token_id, **GREEDY)
+        wanted = other.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        assert reader.generate(text, **GREEDY) == [wanted]
+    cache = reader.read(TEXT, file=tmp_path / "text.safetensors", progress=False)
+    assert int(cache.state.tokens_seen) == ids.shape[1]
+    assert reader.generate(TEXT + "And", **GREEDY) != [anew(model, tokenizer, TEXT + "And")]
+    # what goes on from a file does not begin
+    loaded = InfiniCache.from_pretrained(tmp_path / "text.safetensors", model)
+    reader = Reader(model, other, cache=loaded)
+    assert int(reader.read("And", progress=False).state.tokens_seen) == ids.shape[1] + 3
 
 
 def test_a_chat_goes_on_from_the_last_turn_that_is_the_same(reader, model, tokenizer):

@@ -57,6 +57,20 @@ def asked(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}]
 
 
+def test_before_anything_was_read_nothing_is_recalled(model, tokenizer, document):
+    greedy = {"max_new_tokens": 6, "do_sample": False}
+    reader, plain = Reader(model, tokenizer, archive=True), Reader(model, tokenizer)
+    assert reader.chat(asked("Who?"), **greedy) == plain.chat(asked("Who?"), **greedy)
+    texts = ["The king", "A queen"]
+    assert reader.generate(texts, **greedy) == plain.generate(texts, **greedy)
+    assert reader.passages == [[], []]
+    reader.read_document(document, progress=False)
+    reader.chat(asked("Who?"), **greedy)
+    assert reader.passages[0]
+    assert reader.generate(texts[0], **greedy) == plain.generate(texts[0], **greedy)
+    assert reader.passages == [[]]  # not those of the answer before
+
+
 def test_each_turn_recalls_what_it_asks_for(model, tokenizer, document):
     """Of a text of some 3,600 tokens 140."""
     reader = Reader(model, tokenizer, archive=True)
