@@ -42,7 +42,8 @@ from .tools.inspection import inspect_attention
 from .tools.inspection.page import farthest, inspection_page
 from .tools.one_line import TRACEBACK, run, say, while_
 from .tools.outputs import check_output, replacing
-from .tools.reader import SOURCES, Reader
+from .tools.passages import SOURCES
+from .tools.reader import Reader
 from .tools.ready import (
     KEPT_TOKENS,
     WINDOW,

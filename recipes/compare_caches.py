@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from evaluation import caches, inference, presses
     from evaluation.texts import read_texts
-    from hf_infini.tools.reader import term_numbers
+    from hf_infini.tools.passages import term_numbers
     from recall.ruler import continued
     from recall.tasks import Runner, run_cells, score_recalled
     from support import measurement

@@ -20,7 +20,8 @@ from ..options import key_heads
 from .documents import read_document
 from .estimate import estimate
 from .excerpts import Marked, excerpts, token_borders
-from .reader import SOURCES, Reader
+from .passages import SOURCES
+from .reader import Reader
 
 LENGTHS = (8_192, 131_072, 1_048_576)
 NO_BORDERS = "This tokenizer does not say where in a text its tokens are."

@@ -7,15 +7,13 @@ import functools
 import hashlib
 import os
 import sys
-import threading
 import time
 import uuid
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -32,9 +30,9 @@ from ..ops.checks import Model, check_types
 from ..ops.recall import Terms
 from ..ops.rules import RULES
 from ..options import check_number
+from .passages import Passage, passages_of, term_numbers
 from .text_file import TextFile
 
-SOURCES = 3  # passages of an answer that are shown
 COLDEST, HOTTEST = 1e-4, 1e4  # temperatures at which logits are numbers in every dtype
 SAVE_SECONDS = 60  # between two files of what has been read so far
 # The chat of a model that has no template; one that was not trained for chats goes on with the next
@@ -47,14 +45,6 @@ PLAIN_TEMPLATE = (
 # Around what is plain text although it spells special tokens; half of a character, which no text
 # with tokens has
 MARK = "\ud800"
-
-
-class Passage(NamedTuple):
-    """What an answer has looked at."""
-
-    document: int  # its number, from 0, among those that were read
-    tokens: range  # of the document, or of all that was read where there is none
-    text: str
 
 
 def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -574,61 +564,6 @@ class Reader:
     def _read_piece(self, cache: InfiniCache, ids: torch.Tensor) -> None:
         """One call of the model, in which the cache reads these ids, `[tokens]`."""
         decoder_of(self.model)(input_ids=ids[None], use_cache=True, **{CACHE: cache})
-
-
-def passages_of(
-    tokenizer: PreTrainedTokenizerBase,
-    cache: InfiniCache,
-    row: int = 0,
-    documents: tuple[int, Sequence[int]] | None = None,
-) -> Iterator[Passage]:
-    """The passages that a row of a cache with an archive keeps, the most relevant first.
-
-    Args:
-        tokenizer: by which they are text; special tokens are left out.
-        cache: after a recall.
-        row: its number.
-        documents: where these begin, in tokens, and the tokens of each: what is before and behind
-            them is left out. `None`: there are none, and all is told that was read.
-    """
-    archive: Any = cache.archive
-    of_row, begin = archive.rows()[row], 0 if documents is None else documents[0]
-    for block in cache.passages(row):
-        document, numbers = of_row.in_document(block)
-        inside = numbers - begin
-        if documents is not None:
-            inside = inside[(inside >= 0) & (inside < documents[1][document.number])]
-        if len(inside):
-            text: Any = tokenizer.decode(document.ids[inside + begin], skip_special_tokens=True)
-            places = range(int(inside[0]), int(inside[-1]) + 1)
-            yield Passage(document.number, places, text)
-
-
-def term_numbers(tokenizer: PreTrainedTokenizerBase) -> Terms:
-    """The `terms` of [`InfiniCache.recall`] of a `tokenizer`: tokens that differ in case or a space
-    only are one term, and words are put together from them; special tokens, and those without a
-    letter or digit, are none (−1)."""
-    vocabulary = len(tokenizer), tuple(tokenizer.all_special_ids)  # which may grow
-    with _TERMS_LOCK:  # threads that wait for it need not make it
-        known = _TERMS.get(tokenizer)
-        if known is None or known[0] != vocabulary:
-            _TERMS[tokenizer] = known = vocabulary, _term_numbers(tokenizer)
-        return known[1]
-
-
-# of each tokenizer, for as long as it is there: a large vocabulary takes a second
-_TERMS: weakref.WeakKeyDictionary[Any, tuple[tuple, Terms]] = weakref.WeakKeyDictionary()
-_TERMS_LOCK = threading.Lock()
-
-
-def _term_numbers(tokenizer: PreTrainedTokenizerBase) -> Terms:
-    special = {*tokenizer.all_special_ids}
-    # some tokenizers leave out the space in front of a text, but not in front of its second half
-    twice: list[str] = tokenizer.batch_decode(
-        [[token, token] for token in range(len(tokenizer))], clean_up_tokenization_spaces=False
-    )
-    texts = (text[len(text) // 2 :].lower() for text in twice)
-    return Terms.of_texts("" if n in special else text for n, text in enumerate(texts))
 
 
 def _checked(text: str) -> str:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from cli import UserError, one_line
-from hf_infini.tools.reader import plain_template, term_numbers
+from hf_infini.tools.passages import term_numbers
+from hf_infini.tools.reader import plain_template
 
 # The place of the question
 BLANK = "{}"

@@ -7,7 +7,7 @@ from decoders import decoder, fitted
 from hf_infini import InfiniCache, patch_model
 from hf_infini.cache.joined import joined
 from hf_infini.compat.cache_name import CACHE
-from hf_infini.tools.reader import term_numbers
+from hf_infini.tools.passages import term_numbers
 from running import sample_text
 
 WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}

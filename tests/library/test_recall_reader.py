@@ -19,7 +19,8 @@ from hf_infini import InfiniCache, patch_model
 from hf_infini.cache.archive_files import archive_bytes
 from hf_infini.cache.block_file import HEADER, BlockFile
 from hf_infini.cache.files import MemoryFileError
-from hf_infini.tools.reader import Reader, term_numbers
+from hf_infini.tools.passages import term_numbers
+from hf_infini.tools.reader import Reader
 from running import sample_text
 
 FILLER = sample_text()[:9000]

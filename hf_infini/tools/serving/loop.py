@@ -15,7 +15,7 @@ from ...cache.cache import InfiniCache, InfiniLayer
 from ...cache.joined import joined
 from ...compat.cache_name import CACHE
 from ...models.structure import decoder_of
-from ..reader import SOURCES, passages_of, term_numbers
+from ..passages import SOURCES, passages_of, term_numbers
 from .prefixes import Prefixes
 from .requests import ENDS, Request
 from .rows import Rows

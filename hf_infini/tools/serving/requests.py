@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ...cache.cache import InfiniCache
-from ..reader import Passage
+from ..passages import Passage
 from .text import AnswerText
 
 ENDS = Literal["stop", "length"]

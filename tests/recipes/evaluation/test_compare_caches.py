@@ -18,7 +18,7 @@ from evaluation import caches, inference, presses
 from hf_infini import InfiniCache, patch_model, save_adapter, unpatch_model
 from hf_infini.compat.cache_name import CACHE
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
-from hf_infini.tools.reader import term_numbers
+from hf_infini.tools.passages import term_numbers
 from recall import tasks
 from recall.examples import passkey_example
 from recall.facts import FACT_NAMES, fact_example

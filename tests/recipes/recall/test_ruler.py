@@ -17,7 +17,7 @@ from evaluation import caches
 from hf_infini import InfiniCache
 from hf_infini.compat.cache_name import CACHE
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
-from hf_infini.tools.reader import term_numbers
+from hf_infini.tools.passages import term_numbers
 from recall import ruler
 from recall.examples import DoesNotFit
 from running import load_recipe
