@@ -171,7 +171,11 @@ def main(argv: list[str] | None = None) -> None:
         identity |= {name: text for name, text in said.items() if text}
         given = (options.model, options.adapter, options.lora, options.embedder)
         read = [path for path in given if path and Path(path).exists()]
-        identity |= {"dtype": str(model.dtype), "files": [state_of_files(path) for path in read]}
+        files = [
+            [state for state in state_of_files(path) if not state[0].endswith((".md", ".png"))]
+            for path in read
+        ]
+        identity |= {"dtype": str(model.dtype), "files": files}
         lines = Lines(lines_file, identity)
         prompter = Prompter(tokenizer, options.chat, options.before, options.asks)
         drawn = draw(prepared, prompter, options)
@@ -214,12 +218,15 @@ def check_options(options: Options) -> None:
             raise UserError(f"--{name} {given}: name each once")
     if options.against not in options.ways:
         raise UserError(
-            f"--against {options.against} must be one of --ways {' '.join(options.ways)}"
+            f"--against {options.against} must be one of --ways {' '.join(options.ways)}: add it "
+            f"there, or give --against {options.ways[0]}"
         )
     if options.asks is not None and "{}" not in options.asks:
         raise UserError(f"--asks {options.asks!r} needs {{}}, the place of the question")
     if options.embedder is None and any(name.startswith("embedding") for name in options.ways):
         raise UserError("embedding: give the --embedder, a model of sentence-transformers")
+    if options.adapter is None and options.keep_score is None and "kept" in options.ways:
+        print("kept: by the attention in the window, without an --adapter", file=sys.stderr)
     tuned = [name for name in options.ways if name.endswith("+lora")]
     if tuned and options.lora is None and options.adapter is None:
         raise UserError(f"{tuned[0]}: give the --lora, or an --adapter that has one")
@@ -247,7 +254,10 @@ def draw(prepared: list[dict], prompter, options: Options) -> list[tuple[dict, l
             found.append((document, numbers[: options.questions]))
             taken += 1
     if left_out:
-        print(f"{left_out:,} documents of more than --max_tokens are left out", file=sys.stderr)
+        print(
+            f"longer than --max_tokens {options.max_tokens:,}, and passed over: {left_out:,}",
+            file=sys.stderr,
+        )
     if not found:
         raise UserError(f"no document has at most --max_tokens {options.max_tokens}")
     return found
@@ -276,6 +286,11 @@ def measure(model, prompter, drawn, lines, options: Options) -> None:
     done = {(r["way"], r["tokens_held"], r["document"], r["question"]) for r in lines.records}
     labels = labelled(options)
     total = len(labels) * sum(len(numbers) for _, numbers in drawn)
+    asked = {(own["id"], number) for own, numbers in drawn for number in numbers}
+    for name, size in labels:  # what cannot be is said before hours of reading
+        if not asked <= {(d, q) for way, held, d, q in done if (way, held) == (name, size)}:
+            with CLASSES[name](name, model, options, size).ready():
+                pass
     with tqdm(total=total, unit="question") as bar:
         for (name, size), label in labels.items():
             way = CLASSES[name](name, model, options, size)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from cli import SEED, UserError, exit_on_error, needed, one_line, option, parse_options
-from document_sets.prepared import read_prepared
+from document_sets.prepared import check_not_invented, read_prepared
 
 
 @dataclass
@@ -55,7 +55,9 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     documents = read_prepared(options.data, options.sets, "development")
+    check_not_invented(options.data, options.sets)
     documents = without(documents, options.without)
+    made = {"options": vars(options), "documents": [document["id"] for document in documents]}
 
     import torch
 
@@ -65,10 +67,17 @@ def main(argv: list[str] | None = None) -> None:
     from hf_infini.tools.outputs import check_output
     from hf_infini.tools.ready import learned_options
     from support import measurement
-    from support.stages import check_place, write_json
+    from support.stages import check_place, read_json, write_json
 
     record = Path(f"{options.out}.json")
     check_place(record, {"options": dict, "documents": list})
+    if record.exists() and (there := read_json(record))["options"] != made["options"]:
+        other = [
+            name for name, value in made["options"].items() if there["options"].get(name) != value
+        ]
+        raise UserError(
+            f"--out {options.out} has a fit with other {', '.join(other)}: choose another --out"
+        )
     if Path(options.out).is_file():
         raise UserError(f"--out {options.out} is a file: give a folder for the adapter")
     try:
@@ -98,7 +107,6 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(
             f"--model {options.model}, --out {options.out}: {one_line(error)}"
         ) from error
-    made = {"options": vars(options), "documents": [document["id"] for document in documents]}
     tokens = [len(row) for row in rows]
     write_json(record, {**made, "tokens": tokens, **measurement.environment()})
     print(f"{options.out}: use it with --adapter, or hf_infini.load_adapter", file=sys.stderr)

@@ -12,6 +12,10 @@ set, a line of JSON for each document:
     {"id", "set", "language", "half", "text", "questions": [
         {"question", "kind", "answers", "options", "evidence"}]}
 
+Your own documents are the set "own": files such as own.jsonl or own_contracts.jsonl, whose lines
+are {"text": "…", "questions": [{"question": "…", "answers": ["…"]}]}. A document may also have a
+"language", "en" or "pt", and a question "kind", "options" and "evidence".
+
 "kind" is "short", "choice", "summary" or "code". "evidence" is where the answer is, from and to a
 character of the text, where the set says so.
 
@@ -98,13 +102,11 @@ def files_of(options: Options) -> dict[str, list[Path]]:
     }
     missing = [name for name, files in found.items() if not files]
     if missing:
-        needed = "; ".join(
-            f"{name}: {' or '.join(SETS[name].files)} of github.com/{SETS[name].repository}"
-            for name in missing
-        )
         if options.sets or len(missing) == len(found):
-            raise UserError(f"--source {' '.join(options.source)} has no file of a set; {needed}")
-        print(f"sets that --source has no file of are left out; {needed}", file=sys.stderr)
+            needed = "; ".join(f"{name}: {SETS[name].described}" for name in missing)
+            raise UserError(f"--source {' '.join(options.source)} has no file of {needed}")
+        names = ", ".join(missing)
+        print(f"sets that --source has no file of are left out: {names}", file=sys.stderr)
     return {name: files for name, files in found.items() if files}
 
 

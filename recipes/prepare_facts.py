@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"--source {options.source}: {error}") from error
         lines.append(record(name, options.language, options.half, found))
     with locked_folder(Path(options.out), "prepare_facts.py") as folder:
-        write_set(folder, name, lines, files=[options.source])
+        write_set(folder, name, lines, files=[options.source], invented=True)
         print(f"{folder / name}.jsonl, {folder / MANIFEST}", file=sys.stderr)
 
 

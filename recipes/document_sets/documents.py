@@ -43,6 +43,7 @@ class Text:
 
     Args:
         key: what decides the half, so that it never moves.
+        language: of both; empty: that of the set.
         left_out: how many of the entry's questions were left out, by the reason.
     """
 
@@ -50,6 +51,7 @@ class Text:
     questions: list[Question]
     key: str
     left_out: Counter = field(default_factory=Counter)
+    language: str = ""
 
     def check(self, where: str) -> "Text":
         """The text itself; UserError where it, or a question, has nothing in it."""
@@ -177,7 +179,7 @@ def record(name: str, language: str, half: str, text: Text) -> dict:
     return {
         "id": f"{name}-{own}",
         "set": name,
-        "language": language,
+        "language": text.language or language,
         "half": half,
         "text": text.text,
         "questions": [asdict(asked) for asked in text.questions],

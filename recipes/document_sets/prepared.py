@@ -1,6 +1,7 @@
 """Writing and reading the prepared sets of documents."""
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def write_set(folder: Path, name: str, lines: list[dict], **made_from) -> dict:
         the entry.
     """
     manifest = folder / MANIFEST
-    sets = read_json(manifest, {"sets": dict})["sets"] if manifest.exists() else {}
+    remedy = "delete it and make its sets again, or choose another --out"
+    sets = read_json(manifest, {"sets": dict}, remedy)["sets"] if manifest.exists() else {}
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     write_text(folder / f"{name}.jsonl", text)
     sets[name] = made_from | {
@@ -55,8 +57,8 @@ def read_prepared(data: str, sets: list[str], half: str) -> list[dict]:
         half: "development" or "test".
 
     Raises:
-        UserError: a set is named twice; the folder is not such a folder, is damaged, or has no such
-            documents.
+        UserError: a set is named twice, or has no document in this half; the folder is not such a
+            folder, is damaged, or has no such documents.
     """
     if len(set(sets)) < len(sets):
         raise UserError(f"--sets {' '.join(sets)}: name each once")
@@ -70,12 +72,30 @@ def read_prepared(data: str, sets: list[str], half: str) -> list[dict]:
         raise UserError(f"{found}; {_REMEDY}")
     if missing := [name for name in sets if name not in there["sets"]]:
         raise UserError(f"--sets {' '.join(missing)}: {data} has {', '.join(there['sets'])}")
-    own = [
+    empty = [name for name in sets or there["sets"] if half not in there["sets"][name]["documents"]]
+    if empty and (sets or len(empty) == len(there["sets"])):
+        others = "test" if half == "development" else "development"
+        raise UserError(
+            f"{data} has no documents of the {half} half of {', '.join(empty)}: leave them out of "
+            f"--sets, or, where the recipe has the option, give --half {others}"
+        )
+    if empty:
+        names = ", ".join(empty)
+        print(f"sets without a document of the {half} half: {names}", file=sys.stderr)
+    return [
         document
         for name in sets or there["sets"]
         for document in read_jsonl(Path(data) / f"{name}.jsonl", _KINDS, _REMEDY)
         if document["half"] == half
     ]
-    if not own:
-        raise UserError(f"{data} has no documents of the {half} half in these sets")
-    return own
+
+
+def check_not_invented(data: str, sets: list[str]) -> None:
+    """UserError where a set of recipes/prepare_facts.py is among these of a folder: its facts
+    measure scores, and would measure nothing that was fitted on them."""
+    there = read_json(Path(data) / MANIFEST, {"sets": dict}, _REMEDY)["sets"]
+    if invented := [name for name in sets if there[name].get("invented")]:
+        raise UserError(
+            f"--sets {' '.join(invented)}: no score may be fitted on facts that measure it; give "
+            "sets of recipes/prepare_documents.py"
+        )

@@ -5,16 +5,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import bamboo, leval, locomo, qmsum, squad
+from . import bamboo, leval, locomo, own, qmsum, squad
 from .documents import Text, entries_of_json, json_lines
 
 
 @dataclass(frozen=True)
 class DocumentSet:
-    """A public set.
+    """A public set, or one's own.
 
     Args:
-        repository: on GitHub, with the files.
+        repository: on GitHub, with the files; empty: of nobody.
         files: the paths there, which a download must end with; `*` stands for any characters.
         read: makes a [`Text`] of an entry and where it is.
         entries: the entries of a file, and where each is.
@@ -28,6 +28,12 @@ class DocumentSet:
     entries: Callable[[Path], Iterator] = json_lines
     language: str = "en"
     short: bool = False
+
+    @property
+    def described(self) -> str:
+        """What a download of it has."""
+        found = " or ".join(self.files)
+        return f"{found} of github.com/{self.repository}" if self.repository else found
 
 
 def _leval(kind: str, name: str, read) -> DocumentSet:
@@ -68,4 +74,5 @@ SETS = {
     ),
     # Its 4k file has the same questions, each with a part of the text
     "bamboo_code": _bamboo(bamboo.code, "private_eval_16k"),
+    "own": DocumentSet("", ("own*.jsonl",), own.read),
 }

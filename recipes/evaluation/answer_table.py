@@ -9,6 +9,7 @@ from support.markdown import markdown_table
 from .bootstrap import Interval, difference_interval, mean_interval
 
 DOCUMENTS = 8  # with fewer of them, a resample draws questions: see [`blocks`]
+QUESTIONS = 5  # with fewer of them, an interval says nothing
 SHARES = {"right": "right option", "f1": "F1", "contained": "contained", "rouge": "ROUGE-L"}
 
 
@@ -129,6 +130,8 @@ def _difference(row: dict, name: str, against: str, scale: int = 1, digits: int 
         return ""
     found: Interval = row[f"{name}_above"]
     value, low, high = (scale * end for end in (found.value, found.low, found.high))
+    if row["questions"] < QUESTIONS:
+        return f"{value:+.{digits}f}"
     mark = "" if row["by"] == "document" else "*"
     return f"{value:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f}){mark}"
 

@@ -74,7 +74,13 @@ def bounded(
     options = memory_options(way, cache, window, segments)
     try:
         if way != "window" and adapter is not None:
-            options["kept_shares"] = read_record(adapter)["options"].get("kept_shares")
+            record = read_record(adapter)
+            if (layers := record["model"]["layers"]) != decoder_of(model).config.num_hidden_layers:
+                raise UserError(
+                    f"--adapter {adapter} is of another model, with {layers} layers; --model has "
+                    f"{decoder_of(model).config.num_hidden_layers}"
+                )
+            options["kept_shares"] = record["options"].get("kept_shares")
         patch_model(model, **options)
     except (OSError, ValueError) as error:
         raise UserError(

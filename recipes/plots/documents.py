@@ -7,21 +7,27 @@ from . import style
 
 
 def plot_ways(rows: list[dict], against: str, file: Path, subtitle: str) -> None:
-    """Nats per token of the right answers above those of `against`, with paired 95 % intervals."""
-    rows = [row for row in rows if row["paired"]]
+    """Nats per token of the right answers above those of `against`, with paired 95 % intervals;
+    where nothing is beside it, the nats themselves."""
+    alone = not any(row["paired"] and row["way"] != against for row in rows)
+    rows, value = (
+        (rows, "nats") if alone else ([row for row in rows if row["paired"]], "nats_above")
+    )
     sets = list(dict.fromkeys(row["set"] for row in rows))
-    ways = [way for way in dict.fromkeys(row["way"] for row in rows) if way != against]
-    what = f"{subtitle}\nabove “{against}”, with paired 95 % intervals; lower is better"
+    ways = [way for way in dict.fromkeys(row["way"] for row in rows) if alone or way != against]
+    above = "" if alone else f" above “{against}”"
+    counts = f"{max(row['documents'] for row in rows)} documents of a set at most"
+    what = f"{subtitle}, {counts}\nwith 95 % intervals; lower is better"
     size = style.WIDTH, max(style.HEIGHT, 0.6 + 0.18 * len(sets) * (len(ways) + 1))
     figure, axes = style.new_figure("Questions about documents", what, size=size)
     for number, way in enumerate(ways):
         look = style.style_of(number)
         own = [row for row in rows if row["way"] == way]
         places = [sets.index(row["set"]) + (number + 1) / (len(ways) + 1) - 0.5 for row in own]
-        above = [row["nats_above"] for row in own]
-        spread = [[a.value - a.low for a in above], [a.high - a.value for a in above]]
+        found = [row[value] for row in own]
+        spread = [[a.value - a.low for a in found], [a.high - a.value for a in found]]
         drawn = axes.errorbar(
-            [a.value for a in above],
+            [a.value for a in found],
             places,
             xerr=spread,
             color=look["color"],
@@ -30,8 +36,9 @@ def plot_ways(rows: list[dict], against: str, file: Path, subtitle: str) -> None
             capsize=3,
         )
         drawn.lines[0].set_label(way)  # the points', which the legend takes
-    axes.axvline(0, color=style.GREY, linestyle="--", marker="none")
+    if not alone:
+        axes.axvline(0, color=style.GREY, linestyle="--", marker="none")
     axes.set_yticks(range(len(sets)), sets)
-    axes.set(ylim=(len(sets) - 0.5, -0.5), xlabel="nats per token of the right answer")
+    axes.set(ylim=(len(sets) - 0.5, -0.5), xlabel=f"nats per token of the right answer{above}")
     style.label_lines(axes)
     style.save(figure, file)

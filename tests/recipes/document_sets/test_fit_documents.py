@@ -126,6 +126,23 @@ def test_it_writes_the_fit_on_rows_of_the_development_half(folder, tmp_path):
     assert found.config.kept_shares == model.config.kept_shares
 
 
+def test_another_fit_of_the_same_name_is_not_replaced(folder, tmp_path, capsys):
+    words = words_for(folder, tmp_path / "out", "--sets", "faquad")
+    recipe.main(words)
+    recipe.main(words)  # the same may be made again
+    other = "has a fit with other seed: choose another --out"
+    refused(recipe.main, [*words, "--seed", 1], capsys, other)
+
+
+def test_no_score_is_fitted_on_the_facts_that_measure_it(folder, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("A line of text.\n" * 400)
+    words = ["--source", tmp_path / "text.txt", "--out", tmp_path / "facts", "--characters", 5000]
+    load_recipe("prepare_facts").main([*map(str, words)])
+    words = [*words_for(folder, tmp_path / "out", "--sets", "facts_en")]
+    words += ["--data", tmp_path / "facts"]
+    refused(recipe.main, words, capsys, "no score may be fitted on facts that measure it")
+
+
 def test_rows_of_facts_are_text_of_a_document_with_facts_in_its_language():
     documents = [document("a", range(40)), document("b", range(40, 90))]
     documents[1]["language"] = "pt"

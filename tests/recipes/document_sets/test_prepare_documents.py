@@ -102,6 +102,21 @@ def test_the_forms(prepared):
     assert not any(mark in described["text"] for mark in ("# #", "[start]", "[end]"))
 
 
+def test_documents_of_ones_own_say_their_language(tmp_path):
+    entries = [entry | {"language": "pt"} for entry in document_files.own()[:3]]
+    document_files.write(tmp_path / "own_contracts.jsonl", entries)
+    recipe.main(["--source", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert {each["language"] for each in lines_of(tmp_path / "out", "own")} == {"pt"}
+
+
+def test_a_list_of_sets_that_was_changed_says_what_to_do(raw, tmp_path, capsys):
+    words = ["--source", raw, "--out", tmp_path / "out", "--sets", "tpo"]
+    handled(recipe.main, words, capsys)
+    manifest = tmp_path / "out" / "documents.json"
+    manifest.write_text(manifest.read_text().replace("tpo", "tqo", 1))
+    refused(recipe.main, words, capsys, "has changed since", "delete it and make its sets again")
+
+
 def test_the_same_files_give_the_same_bytes_and_halves_do_not_move(raw, prepared, tmp_path):
     recipe.main(["--source", str(raw), "--out", str(tmp_path / "again")])
     names = [f"{name}.jsonl" for name in SETS]
@@ -245,6 +260,14 @@ def test_broken_files(what, text, words, tmp_path, capsys):
         ("bamboo_papers", lambda e: e.update(answer="D"), "the letter of one of them"),
         ("bamboo_papers", lambda e: e.update(options="[1"), "a list of texts"),
         ("bamboo_numbers", lambda e: e.update(content="Answer"), "Document: and Question:"),
+        ("own", lambda e: e.update(language="de"), "the language 'de'"),
+        ("own", lambda e: e["questions"][0].pop("answers"), "question 1 has no answers"),
+        ("own", lambda e: e["questions"][0].update(answers=[1903]), "are no texts"),
+        ("own", lambda e: e["questions"][1].update(kind="short"), "'short' and 2 options"),
+        ("own", lambda e: e["questions"][0].update(kind="long"), "the kind 'long'"),
+        ("own", lambda e: e["questions"][0].update(evidence=[[9, 9999]]), "the evidence [9, 9999]"),
+        ("own", lambda e: e["questions"][0].update(evidence=["9"]), "the evidence '9'"),
+        ("own", lambda e: e["questions"].insert(0, 3), "question 1 must hold an object"),
         ("bamboo_code", lambda e: e.update(prompt="import lib"), "# [start] and # [end]"),
         ("bamboo_code", lambda e: e.update(canonical_solution=[1]), "a list of texts"),
         ("bamboo_code", lambda e: e.update(canonical_solution=[]), "no question or no answer"),
@@ -272,7 +295,10 @@ def test_sources_that_are_not_there(raw, prepared, tmp_path, capsys):
     out = ["--out", tmp_path / "out"]
     refused(recipe.main, ["--source", tmp_path / "none", *out], capsys, "none is not there")
     (tmp_path / "notes.txt").write_text("notes")
-    words = "no file of a set", "data/locomo10.json of github.com/snap-research/LoCoMo"
+    words = (
+        "has no file of locomo: data/locomo10.json of github.com/snap-research/LoCoMo",
+        "own: own*.jsonl",
+    )
     refused(recipe.main, ["--source", tmp_path, *out], capsys, *words)
     only = raw / "OpenLMLab_LEval"
     refused(
@@ -280,7 +306,7 @@ def test_sources_that_are_not_there(raw, prepared, tmp_path, capsys):
     )
     recipe.main(["--source", str(only), *map(str, out)])  # others are named, and no error
     said = capsys.readouterr().err
-    assert "data/locomo10.json of github.com/snap-research/LoCoMo" in said and "tpo:" not in said
+    assert "are left out: locomo, faquad, qmsum, bamboo_papers" in said and "tpo" not in said
     refused(recipe.main, ["--source", raw, "--out", raw], capsys, "holds other files", keeps=raw)
     folder = shutil.copytree(prepared, tmp_path / "changed")
     manifest = folder / "documents.json"

@@ -56,6 +56,15 @@ def test_rows_are_paired_and_say_what_they_draw(documents):
     assert ("*" in shown) == (documents < 8) and "0% of 24, -25 (" in shown
 
 
+@pytest.mark.parametrize("questions", (4, 5))
+def test_an_interval_of_a_few_questions_is_not_shown(questions):
+    nats = {"plain": [1.0] * questions, "kept": [2.0, *[1.0] * (questions - 1)]}
+    shown = answer_table.table(
+        answer_table.compared(records(nats, 1), ["plain", "kept"], "plain"), "plain"
+    )
+    assert f"+{0.5 / questions:.3f}" in shown and (" to " in shown) == (questions == 5)
+
+
 def test_documents_that_are_too_long_for_a_way_are_rows_of_their_own():
     both = records({"plain": [1.0, 2.0], "kept": [3.0, 4.0]}, 2)
     short = [r for r in both if (r["way"], r["document"]) != ("plain", "d1")]

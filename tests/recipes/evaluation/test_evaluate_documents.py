@@ -17,6 +17,7 @@ import document_files
 from bad_input import handled, refused
 from corpora.tokenization import build_character_tokenizer
 from decoders import begin_with_bos, decoder, fitted
+from document_sets.prepared import write_set
 from evaluation import answers, caches, prompts, ways
 from hf_infini import lora_config, patch_model, save_adapter, unpatch_model
 from hf_infini.compat.cache_name import CACHE
@@ -507,6 +508,14 @@ def test_more_ways_and_questions_are_added_and_other_options_are_not(folder, tmp
         refused(recipe.main, words, capsys, "another run is writing there")
 
 
+def test_the_card_of_an_adapter_is_no_part_of_what_was_measured(folder, tmp_path):
+    adapter = shutil.copytree(folder / "adapter", tmp_path / "adapter")
+    words = ["--ways", "plain", "--questions", 1, "--sets", "tpo", "--adapter", adapter]
+    first = evaluated(folder, tmp_path / "out", *words)
+    (adapter / "README.md").write_text("A card.")
+    assert evaluated(folder, tmp_path / "out", *words) == first
+
+
 @pytest.mark.parametrize("text", (b"", b"{}\n", b'{"way": 1}\n', b"\xff\n", b"[1]\n"))
 def test_files_of_something_else(text, folder, tmp_path, capsys):
     file = tmp_path / "out.jsonl"
@@ -535,7 +544,7 @@ def test_bad_options_and_folders(folder, tmp_path, capsys):
     for options, message in [
         (["--ways", "plain", "plain"], "name each once"),
         (["--tokens", 128, 128], "--tokens 128 128: name each once"),
-        (["--ways", "window"], "--against plain must be one of --ways window"),
+        (["--ways", "window"], "--against plain must be one of --ways window: add it"),
         (["--sets", "quality"], "has qmsum, tpo, contracts"),
         (["--data", folder], "has no documents.json"),
         (["--data", folder / "none"], "has no documents.json"),
@@ -573,6 +582,33 @@ def test_bad_options_and_folders(folder, tmp_path, capsys):
         words = [*words_for(folder, tmp_path / "out"), "--data", data]
         refused(recipe.main, words, capsys, str(data / name), "make it again", keeps=data)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_half_without_documents_of_a_set_is_said(folder, tmp_path, capsys):
+    data = tmp_path / "data"
+    lines = {
+        name: [line for line in lines_of(folder / "data", name) if line["half"] == half]
+        for name, half in (("tpo", "development"), ("qmsum", "test"))
+    }
+    data.mkdir()
+    for name, own in lines.items():
+        write_set(data, name, own)
+    words = [*words_for(folder, tmp_path / "out", "--ways", "plain"), "--data", data]
+    missing = "has no documents of the development half of qmsum", "give --half test"
+    refused(recipe.main, [*words, "--sets", "tpo", "qmsum"], capsys, *missing)
+    handled(recipe.main, words, capsys, "sets without a document of the development half: qmsum")
+    assert (tmp_path / "out.png").stat().st_size > 9000  # a way without another beside it
+
+
+def test_an_adapter_of_another_model_is_refused_before_anything_is_read(folder, tmp_path, capsys):
+    model = decoder("llama", vocab_size=99, num_hidden_layers=5, max_position_embeddings=ALL)
+    save_adapter(
+        fitted(patch_model(model, **caches.memory_options("learned", 64))), tmp_path / "adapter"
+    )
+    words = words_for(folder, tmp_path / "out", "--ways", "plain", "kept", "--tokens", FEW)
+    said = "is of another model, with 5 layers; --model has"
+    refused(recipe.main, [*words, "--adapter", tmp_path / "adapter"], capsys, said)
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1  # no way was measured
 
 
 def test_a_model_with_a_memory_is_refused(folder, tmp_path, capsys):
