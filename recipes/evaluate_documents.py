@@ -2,7 +2,7 @@ r"""Questions about long documents: what a model answers when it has read all of
 window of it, kept tokens, or the passages that a search finds.
 
     python recipes/evaluate_documents.py --model smollm2 --adapter model_cards/smollm2 \
-        --data data/documents --max_tokens 8000 --out runs/documents
+        --data data/documents --max_tokens 7800 --out runs/documents
 
 --data is a folder of recipes/prepare_documents.py. Each way (--ways) reads a document once, and
 every question goes on from a copy of what it holds then:
@@ -26,14 +26,17 @@ Measured are the nats per token of the first right answer; of questions with opt
 right one has the fewest nats per token (the model does not see them); with --generate also the
 model's own answers: F1 and whether a right answer is contained, by SQuAD's rules, and ROUGE-L of
 summaries; how much of the evidence the cache holds, on average over layers and heads; seconds and
-bytes. Differences to --against are paired; their intervals of 95 % are of resampled documents, or,
-marked *, of resampled questions where there are fewer than 8 documents.
+bytes. Words of code are its names and numbers. Differences to --against are paired; their intervals
+of 95 % are of resampled documents, or, marked *, of resampled questions where there are fewer than
+8 documents.
 
 The development half is to choose and to tune by; read the test half once, at the end.
 
 Stopped and started again with the same command, it goes on after the last question; another
---ways, --tokens, --sets, --documents or --questions adds to what is there. Writes OUT.jsonl, a
-line for every question, OUT.json, OUT.png, and the table on standard output.
+--ways, --tokens, --sets, --documents or --questions adds to what is there: name the earlier ones
+again, and give --adapter and --lora from the start. Writes OUT.jsonl, a line for every question,
+whose "nats" are the sum over the "tokens" of the answer, and one for every reading; OUT.json,
+OUT.png, and the table on standard output. Fewer than 5 questions have no interval.
 """
 
 import random
