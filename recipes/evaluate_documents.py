@@ -36,7 +36,7 @@ Stopped and started again with the same command, it goes on after the last quest
 --ways, --tokens, --sets, --documents or --questions adds to what is there: name the earlier ones
 again, and give --adapter and --lora from the start. Writes OUT.jsonl, a line for every question,
 whose "nats" are the sum over the "tokens" of the answer, and one for every reading; OUT.json,
-OUT.png, and the table on standard output. Fewer than 5 questions have no interval.
+OUT.png, and on standard output the table, where fewer than 5 questions have no interval.
 """
 
 import random
@@ -151,7 +151,8 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     check_options(options)
-    prepared = read_prepared(options.data, options.sets, options.half)
+    other = "test" if options.half == "development" else "development"
+    prepared = read_prepared(options.data, options.sets, options.half, f"--half {other}")
 
     from evaluation import answer_table, inference
     from evaluation.prompts import Prompter
@@ -258,7 +259,8 @@ def draw(prepared: list[dict], prompter, options: Options) -> list[tuple[dict, l
             taken += 1
     if left_out:
         print(
-            f"longer than --max_tokens {options.max_tokens:,}, and passed over: {left_out:,}",
+            f"documents that are longer than --max_tokens {options.max_tokens:,}, and left out: "
+            f"{left_out:,}",
             file=sys.stderr,
         )
     if not found:

@@ -71,13 +71,19 @@ def main(argv: list[str] | None = None) -> None:
 
     record = Path(f"{options.out}.json")
     check_place(record, {"options": dict, "documents": list})
-    if record.exists() and (there := read_json(record))["options"] != made["options"]:
+    if record.exists():
+        there = read_json(record)
+        ours, theirs = made["options"], there["options"]
         other = [
-            name for name, value in made["options"].items() if there["options"].get(name) != value
+            name
+            for name in ours.keys() | theirs.keys()
+            if ours.get(name) != theirs.get(name) and name not in ("out", "device")
         ]
-        raise UserError(
-            f"--out {options.out} has a fit with other {', '.join(other)}: choose another --out"
-        )
+        if other or there["documents"] != made["documents"]:
+            differs = ", ".join(sorted(other)) or "documents"
+            raise UserError(
+                f"--out {options.out} has a fit with other {differs}: choose another --out"
+            )
     if Path(options.out).is_file():
         raise UserError(f"--out {options.out} is a file: give a folder for the adapter")
     try:

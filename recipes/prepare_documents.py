@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import UserError, exit_on_error, option, parse_options
-from document_sets.prepared import write_set
+from document_sets.prepared import MANIFEST, write_set
 from document_sets.sets import SETS, DocumentSet
 
 
@@ -95,6 +95,7 @@ def files_of(options: Options) -> dict[str, list[Path]]:
         if not Path(source).exists():
             raise UserError(f"--source {source} is not there: give a folder or a file")
         there += source_files(source)
+    there = [file for file in there if not (file.parent / MANIFEST).is_file()]  # made before
     found = {
         name: [file for file in there if fits(file, wanted)]
         for name, wanted in SETS.items()
@@ -106,7 +107,11 @@ def files_of(options: Options) -> dict[str, list[Path]]:
             needed = "; ".join(f"{name}: {SETS[name].described}" for name in missing)
             raise UserError(f"--source {' '.join(options.source)} has no file of {needed}")
         names = ", ".join(missing)
-        print(f"sets that --source has no file of are left out: {names}", file=sys.stderr)
+        print(
+            f"sets that --source has no file of are left out: {names} (--sets NAME says which file "
+            "it needs)",
+            file=sys.stderr,
+        )
     return {name: files for name, files in found.items() if files}
 
 

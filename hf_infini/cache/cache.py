@@ -130,6 +130,8 @@ class InfiniCache(Cache):
     completes_segments = True  # the attention itself does; of a StepCache `end_step`
     in_step = False  # whether a compiled step has begun and not ended
 
+    _dtype: torch.dtype | None = None  # of the weights that have filled it
+
     def __init__(self, config: PreTrainedConfig, *, archive: bool | str = False):
         form = None if archive is False else form_of(archive)  # without: no part of it is called
         bounded = set(getattr(config, "infini_layers", ()))
@@ -155,7 +157,6 @@ class InfiniCache(Cache):
         # the model that filled it, while it is there, and what its weights were
         self._model: Callable[[], nn.Module | None] = _nothing
         self._sample: Sample = {}
-        self._dtype: torch.dtype | None = None  # of its weights
 
     __copy__ = copy.deepcopy
 
@@ -622,7 +623,7 @@ class InfiniCache(Cache):
             raise MemoryFileError(
                 f"{path} is the memory of another text: give another name, or delete it."
             )
-        columns = record["columns"]
+        cache._dtype, columns = next(model.parameters()).dtype, record["columns"]
         devices: dict[Any, torch.device] = {
             getattr(part, "layer_idx", None): device_of(part) for part in model.modules()
         }

@@ -76,7 +76,8 @@ def _cache_like(
 ) -> InfiniCache:
     """A cache of the same model with these states."""
     made: Any = InfiniCache(cache._config)
-    made._model, made._sample, made.text, made.archive = cache._model, cache._sample, text, archive
+    made._model, made._sample, made._dtype = cache._model, cache._sample, cache._dtype
+    made.text, made.archive = text, archive
     for layer, state in zip(made.layers, states, strict=True):
         layer.advance(state, columns)
     return made

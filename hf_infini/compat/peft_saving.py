@@ -19,25 +19,24 @@ def with_saving(config, then: Callable):
 
     def save_pretrained(self, save_directory, **kwargs):
         own.save_pretrained(self, save_directory, **kwargs)
-        type(self).then(save_directory)
+        then(save_directory)
 
     found = _of_class(config, own)
     attributes: dict[str, Any] = {
         "then": staticmethod(then),
         "save_pretrained": save_pretrained,
-        "__reduce_ex__": lambda self, _: (
-            with_saving,
-            (_of_class(self, own), type(self).then),
-        ),
+        "__reduce_ex__": lambda self, _: (with_saving, (_of_class(self, own), then)),
     }
     found.__class__ = type(own.__name__, (own,), attributes)
     return found
 
 
-def renew(config, make: Callable[[], Callable]) -> None:
-    """Has a `config` of [`with_saving`] call what `make()` gives instead, unless it warns only."""
-    if getattr(config, "then", warn_of_unsaved) is not warn_of_unsaved:
-        type(config).then = staticmethod(make())
+def renewed(config, make: Callable[[], Callable]):
+    """A copy of a `config` of [`with_saving`] that calls what `make()` gives; `config` itself where
+    that warns only, or calls nothing."""
+    if getattr(config, "then", warn_of_unsaved) is warn_of_unsaved:
+        return config
+    return with_saving(_of_class(config, type(config).__base__), make())
 
 
 def _of_class(config, own: type):

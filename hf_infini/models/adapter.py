@@ -31,7 +31,7 @@ from transformers.utils.hub import cached_files
 
 from ..cache.tensor_files import FileKind, checksum, copies_of, write_files
 from ..compat.class_lookups import PREFIX
-from ..compat.peft_saving import UnsavedMemoryWarning, renew, with_saving
+from ..compat.peft_saving import UnsavedMemoryWarning, renewed, with_saving
 from ..layers.memory_layer import PARAMETERS, MemoryLayerMixin, gates_of, memory_layers
 from ..ops.checks import Model, check_types
 from ..ops.keeping import SCORES
@@ -98,8 +98,9 @@ def lora_config(model: Model, **options):
 def renew_saved(model: Model) -> None:
     """Has the LoRAs of PEFT's wrapper around a `model`, which were made with [`lora_config`], save
     what the memory has learned by now."""
-    for config in getattr(model, "peft_config", {}).values():
-        renew(config, functools.partial(_writing_of, model))
+    configs: Any = getattr(model, "peft_config", {})
+    for name, config in configs.items():
+        configs[name] = renewed(config, functools.partial(_writing_of, model))
 
 
 def _writing_of(model: Model) -> Callable:

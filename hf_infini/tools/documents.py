@@ -17,6 +17,7 @@ CODE = (
     ".py .pyi .c .h .cc .cpp .hpp .cu .cs .go .java .jl .js .jsx .ts .tsx .kt .lua .php .pl .r .rb"
     " .rs .scala .sh .sql .swift .tex .toml .yaml .yml"
 ).split()
+OTHERS_CODE = {"node_modules", "site-packages", "venv", "__pycache__"}  # folders that are left out
 # Of a folder's files
 KINDS = (".txt", ".text", ".md", ".markdown", ".rst", *HTML, ".pdf", *CODE)
 NOT_SHOWN = "script style template noscript noframes iframe".split()  # by today's browsers
@@ -94,8 +95,8 @@ def read_document(path: str | Path) -> str:
 
 def files_in(paths: Iterable[str | Path]) -> list[Path]:
     """The files at these `paths`; of a folder all that have the name of a document ([`KINDS`]), at
-    any depth, in the order of their names, but hidden and empty ones. ValueError for a folder
-    without any."""
+    any depth, in the order of their names, but hidden and empty ones, code of other packages, and
+    what has the name of code and is none, with a warning. ValueError for a folder without any."""
     found: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():
@@ -105,17 +106,32 @@ def files_in(paths: Iterable[str | Path]) -> list[Path]:
             file
             for file in sorted(path.rglob("*"))
             if file.suffix.lower() in KINDS
-            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+            and not any(
+                part.startswith(".") or part in OTHERS_CODE for part in file.relative_to(path).parts
+            )
             and file.is_file()
             and file.stat().st_size
+            and (file.suffix.lower() not in CODE or _is_code(file))
         ]
         if not own:
             raise ValueError(
-                f"{path} has no documents: of a folder, {', '.join(KINDS)} files are read, "
-                "where they are not empty. Give others by their names."
+                f"{path} has no documents: of a folder, files that are not empty are read whose "
+                f"names end in {', '.join(KINDS)}. Give others by their names."
             )
         found += own
     return found
+
+
+def _is_code(file: Path) -> bool:
+    """Whether a file is text, such as code, and not only white space; with a warning where it is no
+    text, such as a video whose name ends in .ts."""
+    if not file.read_bytes().strip():
+        return False
+    try:
+        return bool(read_document(file))
+    except ValueError as error:
+        warnings.warn(f"left out: {error}", stacklevel=3)
+        return False
 
 
 def read_documents(paths: Iterable[str | Path]) -> str:

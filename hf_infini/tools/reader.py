@@ -295,14 +295,15 @@ class Reader:
     def generate(self, texts: str | Sequence[str], **options) -> list[str]:
         """What the model goes on with after each of the texts, which may begin alike; ValueError
         where one was read to its end. What in them spells a special token is one, but for what was
-        read as plain text.
+        read as plain text. A text begins as the tokenizer has texts begin, as of `read`.
 
         Args:
             texts: one, whose continuation is kept for the next; or several, which are read in one
                 batch.
             options: of the model's `generate`, such as `max_new_tokens=200` or `streamer`. Steps
                 are compiled only with `disable_compile=False`: the first answer then takes a minute
-                longer.
+                longer. With `num_return_sequences` each text has as many answers, one after the
+                other.
         """
         texts = [texts] if isinstance(texts, str) else list(texts)
         begun = [self._begun(text, len(text)) for text in texts]

@@ -48,13 +48,14 @@ def write_set(folder: Path, name: str, lines: list[dict], **made_from) -> dict:
     return sets[name]
 
 
-def read_prepared(data: str, sets: list[str], half: str) -> list[dict]:
+def read_prepared(data: str, sets: list[str], half: str, other: str = "") -> list[dict]:
     """The documents of one half, in the order of the files.
 
     Args:
         data: folder that recipes/prepare_documents.py made, `--data` of a recipe.
         sets: names of the sets to read, `--sets` of a recipe; empty: all that are there.
         half: "development" or "test".
+        other: how the recipe reads the other half, such as "--half test"; empty: it does not.
 
     Raises:
         UserError: a set is named twice, or has no document in this half; the folder is not such a
@@ -72,12 +73,13 @@ def read_prepared(data: str, sets: list[str], half: str) -> list[dict]:
         raise UserError(f"{found}; {_REMEDY}")
     if missing := [name for name in sets if name not in there["sets"]]:
         raise UserError(f"--sets {' '.join(missing)}: {data} has {', '.join(there['sets'])}")
+    if not there["sets"]:
+        raise UserError(f"{manifest} has no sets; {_REMEDY}")
     empty = [name for name in sets or there["sets"] if half not in there["sets"][name]["documents"]]
     if empty and (sets or len(empty) == len(there["sets"])):
-        others = "test" if half == "development" else "development"
         raise UserError(
-            f"{data} has no documents of the {half} half of {', '.join(empty)}: leave them out of "
-            f"--sets, or, where the recipe has the option, give --half {others}"
+            f"{data} has no documents of the {half} half of {', '.join(empty)}: name other --sets"
+            + (f", or give {other}" if other else "")
         )
     if empty:
         names = ", ".join(empty)

@@ -130,7 +130,7 @@ def _difference(row: dict, name: str, against: str, scale: int = 1, digits: int 
         return ""
     found: Interval = row[f"{name}_above"]
     value, low, high = (scale * end for end in (found.value, found.low, found.high))
-    if row["questions"] < QUESTIONS:
+    if row.get(f"{name}_n", row["questions"]) < QUESTIONS:
         return f"{value:+.{digits}f}"
     mark = "" if row["by"] == "document" else "*"
     return f"{value:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f}){mark}"

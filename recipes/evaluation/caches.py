@@ -75,10 +75,11 @@ def bounded(
     try:
         if way != "window" and adapter is not None:
             record = read_record(adapter)
-            if (layers := record["model"]["layers"]) != decoder_of(model).config.num_hidden_layers:
+            has = decoder_of(model).config.num_hidden_layers
+            if (layers := record["model"]["layers"]) != has:
                 raise UserError(
                     f"--adapter {adapter} is of another model, with {layers} layers; --model has "
-                    f"{decoder_of(model).config.num_hidden_layers}"
+                    f"{has}"
                 )
             options["kept_shares"] = record["options"].get("kept_shares")
         patch_model(model, **options)

@@ -174,6 +174,11 @@ class Retrieved(Way):
 
     bounded, own_positions = True, False
 
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        _bm25s()
+        yield
+
     def read(self, document: Document) -> tuple[Document, list[range], Any]:
         size, end = self._size(), len(document.ids)
         passages = [range(at, min(at + size, end)) for at in range(document.first, end, size)]
@@ -254,7 +259,12 @@ class Embedded(Retrieved):
 class Quantized(Way):
     """All tokens, their keys and values in few bits (transformers' QuantizedCache by quanto)."""
 
-    def read_on(self, ids: Tensor) -> Any:
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        self._cache()
+        yield
+
+    def _cache(self) -> Any:
         from transformers import QuantizedCache
 
         # numbers of one group have one scale; groups must fill a head
@@ -262,9 +272,12 @@ class Quantized(Way):
         group = math.gcd(64, *key_heads(own)[1:])
         given = {"nbits": int(self.options.bits), "q_group_size": group}
         try:
-            cache = QuantizedCache("quanto", own, **given)
+            return QuantizedCache("quanto", own, **given)
         except ImportError as error:
             raise UserError(f"{self.name}: pip install optimum-quanto ({error})") from error
+
+    def read_on(self, ids: Tensor) -> Any:
+        cache = self._cache()
         # in one call: each later one would round all that is there again
         ids = ids[None].to(self.model.device)
         self.model(input_ids=ids, logits_to_keep=1, use_cache=True, **{CACHE: cache})
@@ -279,6 +292,11 @@ class Pressed(Way):
     question, and leaves `tokens` less the question's room."""
 
     bounded = True
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        press_of(self.name)
+        yield
 
     def read(self, document: Document) -> Any:
         tokens, kept = len(document.ids), self.tokens - self.options.window

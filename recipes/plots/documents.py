@@ -10,13 +10,14 @@ def plot_ways(rows: list[dict], against: str, file: Path, subtitle: str) -> None
     """Nats per token of the right answers above those of `against`, with paired 95 % intervals;
     where nothing is beside it, the nats themselves."""
     alone = not any(row["paired"] and row["way"] != against for row in rows)
-    rows, value = (
-        (rows, "nats") if alone else ([row for row in rows if row["paired"]], "nats_above")
-    )
+    if not alone:
+        rows = [row for row in rows if row["paired"]]
+    value = "nats" if alone else "nats_above"
     sets = list(dict.fromkeys(row["set"] for row in rows))
     ways = [way for way in dict.fromkeys(row["way"] for row in rows) if alone or way != against]
     above = "" if alone else f" above “{against}”"
-    counts = f"{max(row['documents'] for row in rows)} documents of a set at most"
+    most = max(row["documents"] for row in rows if row["set"] != "all")
+    counts = f"up to {most} documents per set"
     what = f"{subtitle}, {counts}\nwith 95 % intervals; lower is better"
     size = style.WIDTH, max(style.HEIGHT, 0.6 + 0.18 * len(sets) * (len(ways) + 1))
     figure, axes = style.new_figure("Questions about documents", what, size=size)

@@ -46,8 +46,8 @@ class Lines:
         other = [name for name in names if before.get(name) != first["identity"].get(name)]
         if other:
             raise UserError(
-                f"{file} was measured with another {', '.join(other)}: choose another --out, or "
-                "give the same again"
+                f"{file} was measured with other options ({', '.join(other)}): choose another "
+                "--out, or give the same again"
             )
         self.records = found[1:]
         if damaged:

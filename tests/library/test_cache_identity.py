@@ -17,6 +17,7 @@ from hf_infini import InfiniCache, patch_model
 from hf_infini.cache.cache import TEXT_END, digest_after
 from hf_infini.cache.files import read_memory_file, write_memory_file
 from hf_infini.cache.identity import different_weights, sample_of
+from hf_infini.cache.merged import merged, row_of
 from memories import MIXED, each, read
 from models import causal_mha, generate, infini_gpt2, token_ids
 
@@ -226,15 +227,19 @@ def test_the_same_object_with_other_options_is_another_model():
 
 
 @pytest.mark.parametrize("make", [long_gpt2, kept_llama])
-def test_the_same_object_in_another_dtype_is_another_model(make):
+def test_the_same_object_in_another_dtype_is_another_model(make, tmp_path):
     model, ids = make(), token_ids(1, 20)
     cache = read(model, ids)
     wanted = model(ids[:, :2], past_key_values=copy.copy(cache)).logits
-    for kept in (cache, copy.copy(cache), pickle.loads(pickle.dumps(cache))):
+    cache.save_pretrained(tmp_path / "file", model)
+    others = [copy.copy(cache), pickle.loads(pickle.dumps(cache)), row_of(cache, 0)]
+    others += [merged([cache, cache]), InfiniCache.from_pretrained(tmp_path / "file", model)]
+    for kept in (cache, *others):
         with pytest.raises(
             ValueError, match="dtype is torch.float32 in the cache and .*bfloat16 in"
         ):
-            model.to(torch.bfloat16)(ids[:, :2], past_key_values=kept)
+            rows = ids[:, :2].expand(kept.batch_size, -1)
+            model.to(torch.bfloat16)(rows, past_key_values=kept)
         model.to(torch.float32)
     model = make()
     assert torch.equal(model(ids[:, :2], past_key_values=cache).logits, wanted)

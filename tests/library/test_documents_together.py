@@ -415,10 +415,16 @@ def test_the_files_of_a_folder(tmp_path, texts):
     (tmp_path / "h.py").write_text("")
     assert [file.name for file in files_in([tmp_path])] == ["a.md", "b.TXT", "c.html"]
     assert files_in([tmp_path / "h.py"])[0].name == "h.py"  # who names it is told
+    (tmp_path / "h.py").write_text("\n")
+    (tmp_path / "video.ts").write_bytes(bytes(range(256)) * 9)
+    (tmp_path / "node_modules").mkdir()
+    (tmp_path / "node_modules" / "i.js").write_text("text")
+    with pytest.warns(UserWarning, match="left out: .*video.ts is no text"):
+        assert [file.name for file in files_in([tmp_path])] == ["a.md", "b.TXT", "c.html"]
     assert files_in([tmp_path / "f.csv", tmp_path / "deep"])[0].name == "f.csv"
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        ValueError, match="empty has no documents: of a folder, .txt, .*.pdf, .* files"
+        ValueError, match="empty has no documents: .* not empty are read .*.txt, .*.pdf, "
     ):
         files_in([tmp_path / "empty"])
 

@@ -119,6 +119,18 @@ def test_a_score_that_is_fitted_again_is_the_one_that_is_saved(plain, tmp_path):
     model.save_pretrained(tmp_path / "own")
     copy.deepcopy(model).save_pretrained(tmp_path / "copied")
     wanted = {name: p for name, p in model.named_parameters() if "keep_weight" in name}
+    # the configuration of two models: each saves its own
+    both = patch_model(stock(plain), **options), patch_model(stock(plain), **options)
+    for one in both:
+        fit_keep_score(one, token_ids(3, 60, 1), distance=20, progress=False)
+    config = lora_config(both[0])
+    both = [peft.get_peft_model(one, config).eval() for one in both]
+    fit_keep_score(both[1], token_ids(3, 60, 2), distance=9, progress=False)
+    both[0].save_pretrained(tmp_path / "first")
+    first = load_adapter(stock(plain), tmp_path / "first")
+    for key in wanted:
+        assert torch.equal(first.get_parameter(key), both[0].get_parameter(key))
+        assert not torch.equal(both[0].get_parameter(key), both[1].get_parameter(key))
     assert len(wanted) >= 2
     for name in ("own", "copied"):
         found = load_adapter(stock(plain), tmp_path / name)

@@ -107,6 +107,22 @@ def test_documents_of_ones_own_say_their_language(tmp_path):
     document_files.write(tmp_path / "own_contracts.jsonl", entries)
     recipe.main(["--source", str(tmp_path), "--out", str(tmp_path / "out")])
     assert {each["language"] for each in lines_of(tmp_path / "out", "own")} == {"pt"}
+    # what was made is no source, although it has such a name
+    entries[0]["questions"][0]["question"] = "Which one?"
+    document_files.write(tmp_path / "own_contracts.jsonl", entries)
+    recipe.main(["--source", str(tmp_path), "--out", str(tmp_path / "out")])
+    [found] = [each for each in lines_of(tmp_path / "out", "own") if "amber gate" in each["text"]]
+    assert [each["question"] for each in found["questions"]] == ["Which one?", "Was it?"]
+
+
+def test_the_halves_of_ones_own_are_not_of_their_beginnings(tmp_path):
+    entries = document_files.own()
+    for entry in entries:
+        entry["text"] = "Agreement. " * 30 + entry["text"]
+        entry["questions"][0].pop("evidence")
+    document_files.write(tmp_path / "own.jsonl", entries)
+    recipe.main(["--source", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert {each["half"] for each in lines_of(tmp_path / "out", "own")} == {*HALVES}
 
 
 def test_a_list_of_sets_that_was_changed_says_what_to_do(raw, tmp_path, capsys):
@@ -135,7 +151,7 @@ def test_a_text_that_two_sets_have_is_in_one_half(prepared):
     halves: dict[str, set] = {}
     for name in SETS:
         for each in lines_of(prepared, name):
-            if not SETS[name].short and name != "locomo":
+            if not SETS[name].short and name not in ("locomo", "own"):
                 halves.setdefault(each["text"][:100], set()).add(each["half"])
     assert len(halves) >= document_files.COUNT
     assert all(len(found) == 1 for found in halves.values())
@@ -267,6 +283,9 @@ def test_broken_files(what, text, words, tmp_path, capsys):
         ("own", lambda e: e["questions"][0].update(kind="long"), "the kind 'long'"),
         ("own", lambda e: e["questions"][0].update(evidence=[[9, 9999]]), "the evidence [9, 9999]"),
         ("own", lambda e: e["questions"][0].update(evidence=["9"]), "the evidence '9'"),
+        ("own", lambda e: e["questions"][1].update(kind="choice", options=[]), "needs them"),
+        ("own", lambda e: e.update(title="T"), "has title, and takes text, questions, language"),
+        ("own", lambda e: e["questions"][0].update(option=["a"]), "question 1 has option, and"),
         ("own", lambda e: e["questions"].insert(0, 3), "question 1 must hold an object"),
         ("bamboo_code", lambda e: e.update(prompt="import lib"), "# [start] and # [end]"),
         ("bamboo_code", lambda e: e.update(canonical_solution=[1]), "a list of texts"),

@@ -3,6 +3,7 @@
 import pytest
 
 from evaluation import answer_table, answers, bootstrap
+from plots import documents
 from support.lines import Lines
 
 
@@ -63,6 +64,33 @@ def test_an_interval_of_a_few_questions_is_not_shown(questions):
         answer_table.compared(records(nats, 1), ["plain", "kept"], "plain"), "plain"
     )
     assert f"+{0.5 / questions:.3f}" in shown and (" to " in shown) == (questions == 5)
+
+
+def test_shares_of_a_few_questions_have_no_interval():
+    own = records({"plain": [1.0] * 12, "kept": [2.0, *[1.0] * 11]}, 1)
+    for record in own:
+        if record["question"]:  # all but the first
+            record["right"] = None
+    shown = answer_table.table(answer_table.compared(own, ["plain", "kept"], "plain"), "plain")
+    assert "+0.042 (" in shown and "0% of 1, -100 |" in shown
+
+
+def test_a_picture_of_one_way_has_its_nats(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(documents.style, "save", lambda figure, file: drawn.append(figure))
+    both = records({"kept": [2.0, 3.0] * 6}, 3)
+    both += [
+        {**record, "set": "t", "document": f"t{record['document']}"}
+        for record in records({"kept": [2.0] * 12}, 2)
+    ]
+    rows = answer_table.compared(both, ["kept"], "kept")
+    assert [(row["set"], row["documents"]) for row in rows] == [("s", 3), ("t", 2), ("all", 5)]
+    documents.plot_ways(rows, "kept", None, "a model")
+    [axes] = drawn[0].axes
+    points = [line.get_xdata().tolist() for line in axes.lines if line.get_marker() != "none"]
+    assert [1.25, 1.0, 1.125] in points
+    assert axes.get_xlabel() == "nats per token of the right answer"
+    assert "up to 3 documents per set" in axes.get_title("left")
 
 
 def test_documents_that_are_too_long_for_a_way_are_rows_of_their_own():

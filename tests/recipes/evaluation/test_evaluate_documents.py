@@ -501,7 +501,7 @@ def test_more_ways_and_questions_are_added_and_other_options_are_not(folder, tmp
     other = [("--window", 32), ("--chat", "false"), ("--generate", 3), ("--before", "x")]
     for option, value in (*other, ("--asks", "{}")):
         words = words_for(folder, out, *small, "--ways", "plain", option, value)
-        refused(recipe.main, words, capsys, "was measured with another", option[2:], "--out")
+        refused(recipe.main, words, capsys, "was measured with other options", option[2:], "--out")
     assert out.with_suffix(".jsonl").read_bytes() == before
     with only_writer(out.with_suffix(".jsonl")):
         words = words_for(folder, out, *small, "--ways", "plain")
@@ -597,7 +597,6 @@ def test_a_half_without_documents_of_a_set_is_said(folder, tmp_path, capsys):
     missing = "has no documents of the development half of qmsum", "give --half test"
     refused(recipe.main, [*words, "--sets", "tpo", "qmsum"], capsys, *missing)
     handled(recipe.main, words, capsys, "sets without a document of the development half: qmsum")
-    assert (tmp_path / "out.png").stat().st_size > 9000  # a way without another beside it
 
 
 def test_an_adapter_of_another_model_is_refused_before_anything_is_read(folder, tmp_path, capsys):
