@@ -36,7 +36,8 @@ def renewed(config, make: Callable[[], Callable]):
     that warns only, or calls nothing."""
     if getattr(config, "then", warn_of_unsaved) is warn_of_unsaved:
         return config
-    return with_saving(_of_class(config, type(config).__base__), make())
+    own: Any = type(config).__base__
+    return with_saving(_of_class(config, own), make())
 
 
 def _of_class(config, own: type):
