@@ -43,7 +43,7 @@ def test_the_ways_of_documents_have_names_in_the_legend(drawn):
     ways = ["plain", "recall, 2,048", "bm25, 512"]
     above = Interval(0.1, 0.0, 0.3)
     rows = [
-        {"set": name, "way": way, "paired": True, "nats_above": above}
+        {"set": name, "way": way, "paired": True, "nats_above": above, "documents": 1}
         for name in ("tpo", "qmsum")
         for way in ways
     ]
